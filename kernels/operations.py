@@ -1,0 +1,171 @@
+"""The contract of the kernels: every operation the transformer is written over.
+
+Three implementations share these signatures: ``reference`` (plain torch, the truth), ``cpu`` (native
+SIMD) and ``triton`` (GPUs). The transformer, the page pool and the engine know only this module.
+
+What every implementation must keep, beyond computing the right thing:
+
+*Row invariance.* A row of any result is bitwise the same whoever shares the pass: one row or five
+hundred, first or last, prefilled in chunks of 16 or 512, decoded or verified. So each row is reduced in
+an order that depends on nothing but the row's own length. Speculation is lossless because of this rule.
+
+*Null page.* Page 0 of every cache holds zeros for ever. Page tables are padded with it, and positions
+past a sequence's end are read from it, so nothing stale (or NaN) of a former owner is ever multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+NULL_PAGE = 0
+"""The page that is never allocated and holds zeros."""
+
+
+class Weight(Protocol):
+    """One matrix or vector of a checkpoint, still in its stored form.
+
+    ``quantization`` names the stored form in GGUF's words (``F32``, ``BF16``, ``Q4_1``, ...).
+    ``blocks`` are the stored bytes, ``[out_features, bytes_per_row]``, rows in the order the transformer
+    wants them. ``dense()`` is the same weight as float32 ``[out_features, in_features]`` (or ``[n]``).
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def quantization(self) -> str: ...
+
+    @property
+    def blocks(self) -> npt.NDArray[np.uint8]: ...
+
+    def dense(self) -> Tensor: ...
+
+
+class PackedLinear(Protocol):
+    """A linear layer in the form one implementation computes it in; opaque to everyone else."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """Which rows one pass computes: for each sequence a run of consecutive positions, laid end to end.
+
+    The rows of sequence ``i`` are ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and stand at the *last*
+    positions of its ``seq_lens[i]`` tokens; each row attends to every position up to its own.
+    All on the host: implementations move what they need.
+    """
+
+    cu_seqlens_q: npt.NDArray[np.int32]  # [num_seqs + 1]
+    seq_lens: npt.NDArray[np.int32]  # [num_seqs], tokens after this pass, its rows included
+    page_tables: npt.NDArray[np.int32]  # [num_seqs, max_pages], padded with NULL_PAGE
+    positions: npt.NDArray[np.int64]  # [num_tokens]
+    slot_mapping: npt.NDArray[np.int64]  # [num_tokens], page * page_size + offset: where a row's KV goes
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+class AttentionPlan(Protocol):
+    """What an implementation derives once a pass from a ``RaggedBatch`` and reuses in every layer."""
+
+
+class Operations(Protocol):
+    """The operations themselves. Tensors are float32 unless an implementation documents otherwise."""
+
+    @property
+    def name(self) -> str:
+        """``reference``, ``cpu`` or ``triton``."""
+
+    def pack_linear(self, weights: Sequence[Weight], bias: Tensor | None = None) -> PackedLinear:
+        """Stack ``weights`` (same in_features) row on row into one linear layer, with an optional bias.
+
+        ``bias``: ``[sum of out_features]``.
+        """
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """``x @ W.T + bias``: ``[num_rows, in_features]`` to ``[num_rows, out_features]``."""
+
+    def embedding(self, token_ids: Tensor, table: PackedLinear) -> Tensor:
+        """Rows of the embedding: int64 ``[num_tokens]`` to ``[num_tokens, hidden_size]``.
+
+        ``table`` is packed like a linear layer of ``vocab_size`` outputs, so a tied head costs no copy.
+        """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich 2019, eq. 4)."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """``(rms_norm(x + residual), x + residual)``, both ``[num_tokens, hidden_size]``."""
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the two halves of each head (Su et al. 2021, in GPT-NeoX's half-split layout).
+
+        ``x``: ``[num_tokens, num_heads, head_dim]``; ``cos``, ``sin``: ``[num_tokens, head_dim // 2]``.
+        """
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` of ``[num_tokens, 2 * intermediate_size]``, gate first."""
+
+    def write_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan
+    ) -> None:
+        """Store the rows' keys and values in their slots.
+
+        ``key``, ``value``: ``[num_tokens, num_kv_heads, head_dim]``;
+        caches: ``[num_pages, page_size, num_kv_heads, head_dim]``.
+        """
+
+    def plan_attention(
+        self,
+        batch: RaggedBatch,
+        page_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        sliding_window: int | None,
+    ) -> AttentionPlan:
+        """Prepare ``paged_attention`` for one pass. With a window, a row at p sees positions > p - window."""
+
+    def paged_attention(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, plan: AttentionPlan
+    ) -> Tensor:
+        """Causal softmax attention of ragged rows over paged keys and values (MHA, GQA and MQA).
+
+        ``query``: ``[num_tokens, num_heads, head_dim]``; the result has its shape. Query head ``h`` reads
+        KV head ``h // (num_heads // num_kv_heads)``. The rows' own KV must have been written before.
+        """
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The lowest id among the largest of each row: ``[num_rows, vocab_size]`` to int64 ``[num_rows]``."""
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """Row-wise, ``[num_rows, vocab_size]``."""
+
+
+def load_operations(name: str) -> Operations:
+    """The implementation called ``name``.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name == "reference":
+        from outrider.kernels.reference.operations import ReferenceOperations
+
+        return ReferenceOperations()
+    raise ValueError(f"no kernels called {name!r}; there are: reference")

@@ -1,0 +1,77 @@
+"""The reference implementation of ``Operations``: short, plain and exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.operations import AttentionPlan, PackedLinear, RaggedBatch, Weight
+from outrider.kernels.reference import attention
+from outrider.kernels.reference.attention import ReferenceAttentionPlan
+from outrider.kernels.reference.linear import TiledLinear
+
+
+class ReferenceOperations:
+    """Float32 on the CPU. Its results are the truth; see the folder's docstring for how rows keep their bits."""
+
+    name = "reference"
+
+    def pack_linear(self, weights: Sequence[Weight], bias: Tensor | None = None) -> TiledLinear:
+        return TiledLinear(weights, bias)
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        assert isinstance(packed, TiledLinear)
+        return packed(x)
+
+    def embedding(self, token_ids: Tensor, table: PackedLinear) -> Tensor:
+        assert isinstance(table, TiledLinear)
+        return table.columns(token_ids)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        mean_square = x.square().mean(dim=-1, keepdim=True)
+        return (x * mean_square.add_(eps).rsqrt_()).mul_(weight)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = cos[:, None, :], sin[:, None, :]
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (gate / gate.neg().exp_().add_(1.0)).mul_(up)
+
+    def write_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan
+    ) -> None:
+        assert isinstance(plan, ReferenceAttentionPlan)
+        key_cache.view(-1, *key.shape[1:]).index_copy_(0, plan.slot_mapping, key)
+        value_cache.view(-1, *value.shape[1:]).index_copy_(0, plan.slot_mapping, value)
+
+    def plan_attention(
+        self,
+        batch: RaggedBatch,
+        page_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        sliding_window: int | None,
+    ) -> ReferenceAttentionPlan:
+        return attention.plan_attention(batch, page_size, num_heads, num_kv_heads, head_dim, sliding_window)
+
+    def paged_attention(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, plan: AttentionPlan
+    ) -> Tensor:
+        assert isinstance(plan, ReferenceAttentionPlan)
+        return attention.paged_attention(query, key_cache, value_cache, scale, plan)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return torch.log_softmax(logits, dim=-1)

@@ -1,0 +1,71 @@
+"""The tensors behind the pages: keys and values of every layer, addressed by page and offset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.operations import NULL_PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose keys and values have one shape: the target's, or a draft's."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers of the group."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVStorage:
+    """Keys and values of ``num_pages`` pages, ``NULL_PAGE`` among them, zero at first.
+
+    One page id covers ``page_size`` tokens in every layer of every group, so target and draft share one
+    page table.
+    """
+
+    def __init__(
+        self, groups: Sequence[LayerGroup], num_pages: int, page_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size is {page_size}; it must be at least 1 token")
+        if num_pages < 2:
+            raise ValueError(f"num_pages is {num_pages}; it must be at least 2, as page {NULL_PAGE} is never used")
+        if len({group.name for group in groups}) != len(groups):
+            raise ValueError(f"layer groups must have different names; got {[group.name for group in groups]}")
+        self.groups = tuple(groups)
+        self.num_pages = num_pages
+        self.page_size = page_size
+        # name -> [num_layers, 2 (key, value), num_pages, page_size, num_kv_heads, head_dim]
+        self._caches = {
+            group.name: torch.zeros(
+                (group.num_layers, 2, num_pages, page_size, group.num_kv_heads, group.head_dim),
+                dtype=group.dtype,
+                device=device,
+            )
+            for group in groups
+        }
+
+    def keys(self, group: str, layer: int) -> Tensor:
+        """The keys of one layer: ``[num_pages, page_size, num_kv_heads, head_dim]``, a contiguous view."""
+        return self._caches[group][layer, 0]
+
+    def values(self, group: str, layer: int) -> Tensor:
+        """The values of one layer: ``[num_pages, page_size, num_kv_heads, head_dim]``, a contiguous view."""
+        return self._caches[group][layer, 1]
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """Copy a page in all layers of all groups."""
+        assert destination != NULL_PAGE, "the null page is never written"
+        for cache in self._caches.values():
+            cache[:, :, destination].copy_(cache[:, :, source])

@@ -1,0 +1,5 @@
+"""``outrider bench``: what a client sees of a server, measured from outside.
+
+``prompts`` reads the workload, ``streams`` speaks the wire protocols, ``contenders`` are what is measured,
+``rounds`` lets them take turns, ``measures`` turns records into numbers, ``report`` and ``plot`` show them.
+"""

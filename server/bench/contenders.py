@@ -1,0 +1,98 @@
+"""What is measured: a server on the wire, or transformers in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from outrider.server.bench.measures import Measurement, Pass
+from outrider.server.bench.prompts import Prompt
+from outrider.server.bench.streams import Ask, Chunk, Connection, Ending, Sent, StreamFailed, open_connection
+
+
+class Contender(Protocol):
+    """Something that answers prompts."""
+
+    name: str
+
+    async def run(self, prompts: Sequence[Prompt], concurrency: int) -> Pass:
+        """Answer all prompts, at most ``concurrency`` at a time. A prompt that fails says so in its measurement."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class Server:
+    """A server at a URL. Each concurrent stream has a connection of its own, as different users would."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        max_tokens: int,
+        temperature: float,
+        max_draft_tokens: int | None = None,
+        model: str | None = None,
+        timeout_s: float,
+    ) -> None:
+        self.name = name
+        self._url = url
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._max_draft_tokens = max_draft_tokens
+        self._model = model
+        self._timeout_s = timeout_s
+        self._connections: list[Connection] = []
+        self._open()
+
+    async def run(self, prompts: Sequence[Prompt], concurrency: int) -> Pass:
+        while len(self._connections) < concurrency:
+            self._open()
+        waiting = iter(prompts)
+        measurements: list[Measurement] = []
+
+        async def user(connection: Connection) -> None:
+            for prompt in waiting:
+                measurements.append(await self._measure(connection, prompt))
+
+        start = time.perf_counter()
+        async with asyncio.TaskGroup() as users:
+            for connection in self._connections[:concurrency]:
+                users.create_task(user(connection))
+        wall_s = time.perf_counter() - start
+        return Pass(wall_s, tuple(sorted(measurements, key=lambda measurement: measurement.line)))
+
+    async def aclose(self) -> None:
+        for connection in self._connections:
+            await connection.aclose()
+
+    def _open(self) -> None:
+        self._connections.append(open_connection(self._url, model=self._model, timeout_s=self._timeout_s))
+
+    async def _measure(self, connection: Connection, prompt: Prompt) -> Measurement:
+        ask = Ask(prompt.messages, self._max_tokens, self._temperature, self._max_draft_tokens)
+        sent_at, text_times_s, ending = 0.0, [], None
+        try:
+            async for record in connection.stream(ask):
+                match record:
+                    case Sent(at):
+                        sent_at = at
+                    case Chunk(at, text):
+                        if text:
+                            text_times_s.append(at - sent_at)
+                    case Ending():
+                        ending = record
+        except StreamFailed as error:
+            return Measurement(prompt.line, tuple(text_times_s), None, error=str(error))
+        assert ending is not None, "a stream that does not fail ends"
+        return Measurement(
+            prompt.line,
+            tuple(text_times_s),
+            ending.at - sent_at,
+            ending.num_input_tokens,
+            ending.num_output_tokens,
+            ending.speculation,
+        )

@@ -1,0 +1,226 @@
+"""The engine: requests in, one step after the other, outputs out. Synchronous, one thread, plain state.
+
+One step is ``plan → propose → forward → accept → commit → emit``. The same class runs in the engine process
+and in-process, for tests, benchmarks and as a Python API.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import torch
+
+from outrider.draft.base import Drafter
+from outrider.draft.suffix import SuffixDrafter
+from outrider.kernels.operations import load_operations
+from outrider.kvcache.pool import PagePool
+from outrider.kvcache.prefix_index import Namespace
+from outrider.kvcache.sequence import SequencePages
+from outrider.kvcache.storage import KVStorage
+from outrider.server.engine.batcher import Batcher, BatcherConfig, ScheduledRows
+from outrider.server.engine.drafting import GuardedDrafter
+from outrider.server.engine.request import EngineStats, FinishReason, ModelInfo, Request, StepOutput
+from outrider.server.engine.sequence import Sequence
+from outrider.server.engine.settings import EngineSettings
+from outrider.server.engine.step_rows import layout
+from outrider.server.engine.text_stream import TextStream
+from outrider.verify.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from outrider.verify.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from outrider.verify.sampler import Sampler, Verdict
+from outrider.verify.sampling_params import InvalidParameter
+from outrider.verify.transformer import Transformer
+
+DEFAULT_MAX_CONTEXT = 8192
+
+
+class Engine:
+    """Generates for many requests at once. Loading takes seconds.
+
+    ``drafter``, if given, takes the place of the settings' own.
+
+    Raises:
+        UnsupportedCheckpoint: the model cannot be served.
+        ValueError: the settings do not fit the model or the memory.
+    """
+
+    def __init__(self, settings: EngineSettings, drafter: Drafter | None = None) -> None:
+        torch.set_grad_enabled(False)
+        if settings.num_threads:
+            torch.set_num_threads(settings.num_threads)
+        path = Path(settings.model_path)
+        checkpoint = open_checkpoint(path)
+        self._settings = settings
+        self._max_context = _max_context(settings, checkpoint)
+        operations = load_operations(settings.kernels)
+        self._tokenizer = load_tokenizer(path)
+        self._eos_token_ids = _eos_token_ids(checkpoint, self._tokenizer)
+        self._model = Transformer(checkpoint, operations, self._max_context)
+        self._storage = _make_storage(settings, self._model)
+        self._pool = PagePool(self._storage.num_pages - 1, settings.page_size)
+        self._max_context = min(self._max_context, self._pool.num_pages * settings.page_size)
+        self._sampler = Sampler(operations)
+        self._drafter = GuardedDrafter(drafter or _make_drafter(settings), checkpoint.config.vocab_size)
+        self._batcher = Batcher(
+            BatcherConfig(settings.max_running, settings.max_step_tokens, settings.max_draft_tokens),
+            self._drafter.propose,
+        )
+        self._namespace_model = checkpoint.fingerprint
+        self._sequences: dict[str, Sequence] = {}
+        self._sequence_ids = itertools.count()
+        self._num_steps = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        return ModelInfo(
+            name=self._settings.model_name,
+            vocab_size=self._model.config.vocab_size,
+            max_context=self._max_context,
+            kernels=self._settings.kernels,
+            drafter=self._drafter.name,
+            max_draft_tokens=self._settings.max_draft_tokens,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self._batcher.has_work
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._batcher.running),
+            num_waiting=len(self._batcher.waiting),
+            num_pages=self._pool.num_pages,
+            num_free_pages=self._pool.num_free,
+            num_reusable_pages=self._pool.num_reusable,
+            num_preemptions=self._batcher.num_preemptions,
+            num_steps=self._num_steps,
+            prefix_queries=self._batcher.prefix_queries,
+            prefix_hits=self._batcher.prefix_hits,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` if pages were lost or counted twice."""
+        self._pool.check_integrity()
+        if not self.has_work:
+            assert self._pool.num_referenced == 0, f"{self._pool.num_referenced} pages belong to nobody"
+
+    def add_request(self, request: Request) -> list[StepOutput]:
+        """Queue a request; the terminal output at once if it can never run, else nothing."""
+        if (problem := self._problem(request)) is not None:
+            return [StepOutput(request.request_id, finish_reason=FinishReason.ERROR, error=problem)]
+        room = self._max_context - len(request.prompt_token_ids)
+        max_tokens = min(request.params.max_tokens, room)
+        text = TextStream(self._tokenizer, request.params, self._eos_token_ids, max_tokens)
+        pages = SequencePages(self._pool, self._storage, Namespace(request.tenant, self._namespace_model))
+        ends = frozenset() if request.params.ignore_eos else self._eos_token_ids
+        sequence = Sequence(request, next(self._sequence_ids), pages, text, max_tokens, ends)
+        self._sequences[request.request_id] = sequence
+        self._batcher.add(sequence)
+        return []
+
+    def cancel(self, request_id: str) -> list[StepOutput]:
+        """End a request wherever it is; its terminal output, or nothing if it is not known (any more)."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return []
+        self._forget(sequence)
+        return [sequence.end(FinishReason.CANCELLED)]
+
+    def step(self) -> list[StepOutput]:
+        """One pass for everyone scheduled; at most one output a request."""
+        scheduled = self._batcher.plan()
+        if not scheduled:
+            return []
+        self._num_steps += 1
+        verdicts = iter(self._forward(scheduled))
+        outputs = []
+        for rows in scheduled:
+            verdict = next(verdicts) if rows.predicts else None
+            output = self._commit(rows, verdict)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _forward(self, scheduled: list[ScheduledRows]) -> list[Verdict]:
+        """Compute the rows; a verdict for every part of the plan that predicts."""
+        rows = layout(scheduled)
+        hidden = self._model.forward(rows.token_ids, rows.batch, self._storage)
+        predicting = [part for part in scheduled if part.predicts]
+        if not predicting:
+            return []
+        logits = self._model.logits(hidden.index_select(0, rows.logit_rows))
+        return self._sampler.verify(
+            logits, [part.sequence.verify_request(part.draft.token_ids, part.draft.draft_probs) for part in predicting]
+        )
+
+    def _commit(self, rows: ScheduledRows, verdict: Verdict | None) -> StepOutput | None:
+        """Keep what is verified, let the rest go, and say what the client gets."""
+        sequence = rows.sequence
+        known = sequence.token_ids(rows.start, rows.start + rows.num_tokens)
+        if verdict is None:
+            sequence.pages.commit(known)
+            if sequence.num_uncached_tokens:
+                return None
+            self._forget(sequence)
+            return sequence.end(FinishReason.STOP)
+        output = sequence.accept(verdict, len(rows.draft.token_ids))
+        sequence.pages.commit(known + list(rows.draft.token_ids[: output.num_accepted]))
+        if output.finish_reason is not None:
+            self._forget(sequence)
+        elif sequence.is_drafted:
+            self._drafter.extend(sequence, output.token_ids)
+        elif len(sequence.output_token_ids) == len(output.token_ids):
+            self._drafter.begin(sequence)  # only now: a prompt that is cancelled in prefill costs the drafter nothing
+        return output
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request.request_id]
+        self._drafter.release(sequence)
+        self._batcher.remove(sequence)
+
+    def _problem(self, request: Request) -> str | None:
+        """Why a request can never run, as a sentence; None if it can."""
+        num_prompt, vocab_size = len(request.prompt_token_ids), self._model.config.vocab_size
+        if request.request_id in self._sequences:
+            return f"request {request.request_id!r} is already running; use another id"
+        if num_prompt == 0:
+            return "the prompt is empty; give at least one token"
+        if num_prompt >= self._max_context:
+            return f"the prompt has {num_prompt} tokens; this server takes at most {self._max_context - 1}"
+        bad = next((i for i in request.prompt_token_ids if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            return f"the prompt holds token {bad}; this model has tokens 0 to {vocab_size - 1}"
+        try:
+            request.params.check_token_ids(vocab_size)
+        except InvalidParameter as error:
+            return str(error)
+        return None
+
+
+def _max_context(settings: EngineSettings, checkpoint: Checkpoint) -> int:
+    longest = checkpoint.config.max_position_embeddings
+    if settings.max_context > longest:
+        raise ValueError(f"max_context is {settings.max_context}; this model was made for at most {longest} tokens")
+    return settings.max_context or min(longest, DEFAULT_MAX_CONTEXT)
+
+
+def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset(checkpoint.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+
+
+def _make_storage(settings: EngineSettings, model: Transformer) -> KVStorage:
+    groups = [model.kv_layers]
+    page_bytes = settings.page_size * sum(group.bytes_per_token for group in groups)
+    num_pages = settings.kv_cache_mib * 2**20 // page_bytes
+    if num_pages < 2:
+        raise ValueError(
+            f"kv_cache_mib is {settings.kv_cache_mib}; one page of this model takes {page_bytes} bytes, and 2 are the least"
+        )
+    return KVStorage(groups, num_pages, settings.page_size)
+
+
+def _make_drafter(settings: EngineSettings) -> Drafter | None:
+    if settings.drafter == "none" or settings.max_draft_tokens == 0:
+        return None
+    return SuffixDrafter()

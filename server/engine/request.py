@@ -1,0 +1,87 @@
+"""What goes into the engine and what comes out. No torch here: the server process imports this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from outrider.verify.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-text token, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the model's context is full
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation asked for by a client.
+
+    ``generate=False`` computes the prompt's keys and values, keeps them for reuse and produces nothing.
+    ``tenant`` separates what may share cached pages.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    tenant: str = ""
+    generate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token of the answer, the model's own log-probability for it, and the likeliest alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step adds to one request. Concatenated ``text`` is the whole answer, byte for byte.
+
+    ``token_ids`` holds every verified token up to and including the one that ended the answer;
+    ``text`` and ``logprobs`` end before a stop string or an end-of-text token, and may lag behind
+    ``token_ids`` while half a character or a possible stop string is held back.
+    The last output of a request, and no other, has a ``finish_reason``.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    num_draft_tokens: int = 0  # proposed to this step
+    num_accepted: int = 0  # of these, found right and kept
+    num_cached_tokens: int = 0  # prompt tokens whose KV was reused; the same in every output
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # with FinishReason.ERROR: what happened, for the client to read
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A picture of the engine after a step, for metrics and health."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int  # that can be allocated
+    num_free_pages: int
+    num_reusable_pages: int
+    num_preemptions: int
+    num_steps: int
+    prefix_queries: int  # prompt tokens looked up
+    prefix_hits: int  # prompt tokens found
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the engine serves, once it is ready."""
+
+    name: str
+    vocab_size: int
+    max_context: int  # tokens, prompt and answer together
+    kernels: str
+    drafter: str
+    max_draft_tokens: int

@@ -1,0 +1,26 @@
+"""Models for the tests: a tiny one made on the spot, and the default one where it was pulled."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Worker threads that spin while they wait starve each other when tests share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_model import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model, which `make test` pulls first."""
+    from outrider.verify.checkpoint.source import resolve_source
+
+    return resolve_source("default")
