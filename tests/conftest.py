@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from live_server import LiveServer, start_server
 
 # Worker threads that spin while they wait starve each other when tests share the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -24,3 +26,11 @@ def default_model() -> Path:
     from outrider.verify.checkpoint.source import resolve_source
 
     return resolve_source("default")
+
+
+@pytest.fixture(scope="session")
+def live_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """The tiny model served by the console script, for all tests that leave it as they found it."""
+    server = start_server(tiny_model, tmp_path_factory.mktemp("live_server") / "log", "--kv-cache-mib", "8")
+    yield server
+    assert server.stop() == 0

@@ -115,7 +115,8 @@ class EngineProcess:
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         request_id = request.request_id
-        assert request_id not in self._held.keys() | self._sent.keys(), f"request id {request_id!r} is in use"
+        in_use = request_id in self._held or request_id in self._sent
+        assert not in_use, f"request id {request_id!r} is in use"
         match self._state:
             case "failed":
                 raise EngineUnavailable(_FAILED)

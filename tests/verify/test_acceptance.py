@@ -41,7 +41,8 @@ def chi_square_p_value(outcomes: Sequence[int], probs: Probs) -> float:
 
 def drafts(probs: Probs, count: int) -> list[int]:
     """Drafted tokens as a drafter draws them: from ``probs``, with numbers of its own purpose."""
-    return [sample(distribution(probs), seed, 0, Purpose.DRAFT) for seed in range(count)]
+    drafter = distribution(probs)
+    return [sample(drafter, seed, 0, Purpose.DRAFT) for seed in range(count)]
 
 
 def rejection_outcomes(target: Probs, draft: Probs, count: int) -> list[int]:

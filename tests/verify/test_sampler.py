@@ -413,11 +413,11 @@ def drafts_by_probs(count: int) -> list[tuple[int, ...]]:
 
 
 def test_sampled_pairs_follow_the_model_when_drafts_were_sampled(sampler: Sampler) -> None:
-    pairs = draw_pairs(sampler, drafts_by_probs(20_000), PAIR_DRAFT_PROBS)
+    pairs = draw_pairs(sampler, drafts_by_probs(12_000), PAIR_DRAFT_PROBS)
     assert_pairs_follow_the_model(pairs)
 
 
 def test_sampled_drafts_need_the_probabilities_they_were_sampled_from(sampler: Sampler) -> None:
     # The power of the test above: the drafts stay, their probabilities are another drafter's.
-    pairs = draw_pairs(sampler, drafts_by_probs(10_000), PAIR_DRAFT_PROBS.flip(1))
+    pairs = draw_pairs(sampler, drafts_by_probs(4_000), PAIR_DRAFT_PROBS.flip(1))
     assert chi_square_p_value(np.bincount(pairs @ [4, 1], minlength=16), pair_probs()) < FALSE_ALARM

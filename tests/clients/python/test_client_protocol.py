@@ -102,6 +102,7 @@ def test_a_cancel_is_sent_once_and_never_after_the_end() -> None:
     protocol = ClientProtocol()
     exchange = protocol.create({}, lane="main")
     protocol.receive(lifecycle("created", "main", "r1"))
+    protocol.receive(delta("main", "unread"))
     sent(protocol)
     protocol.cancel(exchange)
     protocol.cancel(exchange)

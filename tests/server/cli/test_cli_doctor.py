@@ -15,7 +15,6 @@ import pytest
 
 from outrider.server.cli.machine import available_memory, read_processor
 from outrider.verify.checkpoint.default_model import DEFAULT_MODEL
-from outrider.verify.checkpoint.download import pull_default_model
 
 OUTRIDER = str(Path(sysconfig.get_path("scripts")) / "outrider")
 
@@ -47,8 +46,7 @@ def by_topic(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {finding["topic"]: finding for finding in report["findings"]}
 
 
-def test_a_machine_with_everything_is_ready() -> None:
-    path = pull_default_model(progress=False)
+def test_a_machine_with_everything_is_ready(default_model: Path) -> None:
     examined = doctor("--json")
     report = json.loads(examined.stdout)
     assert (examined.returncode, report["ready"]) == (0, True), report
@@ -57,7 +55,7 @@ def test_a_machine_with_everything_is_ready() -> None:
     assert findings["torch"]["facts"]["version"].split("+")[0] == version("torch").split("+")[0]
     assert findings["packages"]["facts"]["starlette"] == version("starlette")
     assert findings["kernels"]["facts"]["used"] in findings["kernels"]["facts"]["known"]
-    assert findings["model"]["facts"]["path"] == str(path)
+    assert findings["model"]["facts"]["path"] == str(default_model)
 
 
 def test_all_that_is_missing_is_named_with_a_remedy(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from outrider.server.cli.options import make_settings
 from outrider.server.engine.settings import EngineSettings
 from outrider.server.protocol.surroundings import ConnectionLimits
 from outrider.server.ws.settings import ServerSettings
-from outrider.verify.checkpoint.download import pull_default_model
 
 OUTRIDER = str(Path(sysconfig.get_path("scripts")) / "outrider")
 
@@ -35,10 +34,9 @@ def refused(*arguments: str) -> tuple[int, str]:
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def running(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server whose model is loaded, and its ``HOST:PORT``."""
-    pull_default_model(progress=False)
-    command = [OUTRIDER, "serve", "--port", "0", "--kv-cache-mib", "64", *arguments]
+    command = [OUTRIDER, "serve", "--port", "0", "--model", str(model), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -52,8 +50,8 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_is_ready_when_it_says_so_and_ends_well_on_a_signal(end: signal.Signals) -> None:
-    with running("--model-name", "tiny") as (process, address):
+def test_a_server_is_ready_when_it_says_so_and_ends_well_on_a_signal(tiny_model: Path, end: signal.Signals) -> None:
+    with running(tiny_model, "--model-name", "tiny") as (process, address):
         with urllib.request.urlopen(f"http://{address}/v1/models", timeout=10) as answer:
             assert [model["id"] for model in json.load(answer)["data"]] == ["tiny"]
         process.send_signal(end)

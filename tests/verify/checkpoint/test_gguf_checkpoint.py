@@ -145,6 +145,9 @@ def test_llama3_scaling_is_recovered_from_its_divisors(write_gguf: Any, tiny: An
     tensors["rope_freqs.weight"] = factors * np.linspace(1, 2, 32, dtype=np.float32)
     with pytest.raises(UnsupportedCheckpoint, match=r"rope_freqs\.weight is not what llama3's scaling"):
         open_checkpoint(write_gguf("llama", metadata, tensors))
+    tensors["rope_freqs.weight"] = np.zeros(32, np.float32)
+    with pytest.raises(UnsupportedCheckpoint, match=r"rope_freqs\.weight holds 0\.0, less than 1"):
+        open_checkpoint(write_gguf("llama", metadata, tensors))
 
 
 def transformers_llama3_divisors(rope: RopeConfig) -> list[float]:
