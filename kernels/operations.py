@@ -122,9 +122,7 @@ class Operations(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` of ``[num_tokens, 2 * intermediate_size]``, gate first."""
 
-    def write_kv(
-        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan
-    ) -> None:
+    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan) -> None:
         """Store the rows' keys and values in their slots.
 
         ``key``, ``value``: ``[num_tokens, num_kv_heads, head_dim]``;

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from outrider.kernels.operations import Operations
 from outrider.verify.distribution import largest
+from outrider.verify.sampling_params import TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLogprob:
-    """A chosen token, its log-probability, and the likeliest tokens in its place (the chosen one included)."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # (token_id, logprob), likeliest first, of equals the lowest id
-
-
-def model_logprobs(
+def token_logprobs(
     operations: Operations, logits: Tensor, token_ids: Sequence[int], num_top: int
-) -> tuple[ModelLogprob, ...]:
+) -> tuple[TokenLogprob, ...]:
     """One entry for each of ``token_ids``, from the model's ``logits`` ``[len(token_ids), vocab_size]``."""
     rows = logits.cpu().numpy()
     logprob_rows = operations.log_softmax(logits).cpu().numpy()
@@ -34,5 +25,5 @@ def model_logprobs(
             # By logits: rounding makes equals of some log-probabilities, and the greedy token must come first.
             ids = largest(row, num_top)
             top = ids[np.argsort(-row[ids], kind="stable")].tolist()
-        result.append(ModelLogprob(token_id, float(logprobs[token_id]), tuple((i, float(logprobs[i])) for i in top)))
+        result.append(TokenLogprob(token_id, float(logprobs[token_id]), tuple((i, float(logprobs[i])) for i in top)))
     return tuple(result)

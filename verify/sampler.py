@@ -15,8 +15,8 @@ from outrider.kernels.operations import Operations
 from outrider.verify.acceptance import Choice, choose_by_match, choose_by_rejection, num_matching
 from outrider.verify.distribution import target_distribution
 from outrider.verify.logits import LogitsProcessor
-from outrider.verify.logprobs import ModelLogprob, model_logprobs
-from outrider.verify.sampling_params import SamplingParams
+from outrider.verify.logprobs import token_logprobs
+from outrider.verify.sampling_params import SamplingParams, TokenLogprob
 
 _NO_CHOICE = -1  # of a row without a finite logit
 
@@ -56,7 +56,7 @@ class Verdict:
 
     token_ids: tuple[int, ...]
     num_accepted: int
-    logprobs: tuple[ModelLogprob, ...] = ()  # one a token, if the request asked for them
+    logprobs: tuple[TokenLogprob, ...] = ()  # one a token, if the request asked for them
     error: str | None = None
 
 
@@ -80,7 +80,7 @@ class Sampler:
             num_top = request.params.logprobs
             if num_top is not None and verdict.token_ids:
                 rows = rows[: len(verdict.token_ids)]
-                logprobs = model_logprobs(self._operations, rows, verdict.token_ids, num_top)
+                logprobs = token_logprobs(self._operations, rows, verdict.token_ids, num_top)
                 verdict = replace(verdict, logprobs=logprobs)
             verdicts.append(verdict)
         return verdicts

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen. No torch here: the server process imports this."""
+"""How a request wants its tokens chosen, and what it may hear about them. No torch: the server imports this."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ class SamplingParams:
             require(math.isfinite(bias) and -100.0 <= bias <= 100.0, "logit_bias", "must hold biases from -100 to 100")
         require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"must be at most {MAX_STOP_STRINGS} strings")
         require(
-            all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop), "stop", f"must hold 1 to {MAX_STOP_CHARS} characters each"
+            all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop),
+            "stop",
+            f"must hold 1 to {MAX_STOP_CHARS} characters each",
         )
         require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"must be from 0 to {MAX_LOGPROBS}"
@@ -110,3 +112,12 @@ class SamplingParams:
                     raise InvalidParameter(
                         name, f"{name} names token {token_id}; this model has tokens 0 to {vocab_size - 1}"
                     )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token of an answer, the model's own log-probability for it, and the likeliest tokens in its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), likeliest first, of equals the lowest id

@@ -129,7 +129,8 @@ def _load_layer(checkpoint: Checkpoint, operations: Operations, index: int) -> D
 
     def linear(*names: str) -> PackedLinear:
         weights = [checkpoint.weight(f"{prefix}.{name}.weight") for name in names]
-        biases = [checkpoint.weight(f"{prefix}.{name}.bias") for name in names if checkpoint.has(f"{prefix}.{name}.bias")]
+        bias_names = [f"{prefix}.{name}.bias" for name in names]
+        biases = [checkpoint.weight(name) for name in bias_names if checkpoint.has(name)]
         return operations.pack_linear(weights, torch.cat([bias.dense() for bias in biases]) if biases else None)
 
     return DecoderLayer(

@@ -180,7 +180,7 @@ def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, plan: ReferenceAttentionPlan
 ) -> Tensor:
     """See ``Operations.paged_attention``."""
-    num_tokens, num_heads, head_dim = query.shape
+    _, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     tile_size = plan.rows_per_tile
     heads = (num_kv_heads, tile_size, num_heads // num_kv_heads)  # K, R, G
@@ -202,7 +202,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unnormalised attention of each pair: output ``[num_pairs, K, R, G, d]``, sum and maximum ``[..., 1]``."""
     head_dim = tiles.shape[-1]
-    num_kv_heads, tile_size, group_size = heads
+    _, tile_size, group_size = heads
     query = tiles.index_select(0, group.tiles).view(-1, tile_size * group_size, head_dim)  # [pairs * K, R * G, d]
     keys = key_cache.view(-1, head_dim).index_select(0, group.kv_rows).view(-1, KV_BLOCK, head_dim)
     values = value_cache.view(-1, head_dim).index_select(0, group.kv_rows).view(-1, KV_BLOCK, head_dim)
@@ -216,11 +216,9 @@ def _attend(
     return output, weight_sum, maximum
 
 
-def _merge(
-    output: Tensor, weight_sum: Tensor, maximum: Tensor, plan: ReferenceAttentionPlan
-) -> tuple[Tensor, Tensor]:
+def _merge(output: Tensor, weight_sum: Tensor, maximum: Tensor, plan: ReferenceAttentionPlan) -> tuple[Tensor, Tensor]:
     """Add each tile's pairs up in ascending order of blocks, rescaled to the tile's own maximum."""
-    first_tiles, first_pairs = plan.merge_order[0]
+    _, first_pairs = plan.merge_order[0]  # every tile has a first pair
     total_max = maximum.index_select(0, first_pairs)
     for tiles, pairs in plan.merge_order[1:]:
         total_max[tiles] = torch.maximum(total_max[tiles], maximum[pairs])

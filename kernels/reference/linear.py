@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -35,10 +36,7 @@ class TiledLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[num_rows, in_features]`` to ``[num_rows, out_features]``."""
-        if len(x) in self._row_counts:
-            y = x @ self.weight
-        else:
-            y = self._by_tiles(x)
+        y = x @ self.weight if len(x) in self._row_counts else self._by_tiles(x)
         return y if self.bias is None else y.add_(self.bias)
 
     def _by_tiles(self, x: Tensor) -> Tensor:
@@ -47,7 +45,7 @@ class TiledLinear:
         for used, computed in split_rows(len(x), self._row_counts):
             tile = x[start : start + used]
             if computed > used:
-                tile = torch.cat([tile, tile.new_zeros(computed - used, self.in_features)])
+                tile = tile.index_select(0, _padded_rows(used, computed))
             parts.append((tile @ self.weight)[:used])
             start += used
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x.new_empty(0, self.out_features)
@@ -55,6 +53,12 @@ class TiledLinear:
     def columns(self, ids: Tensor) -> Tensor:
         """The weights of some outputs, ``[len(ids), in_features]``: an embedding lookup."""
         return self.weight.index_select(1, ids).t().contiguous()
+
+
+@lru_cache(maxsize=256)
+def _padded_rows(used: int, computed: int) -> Tensor:
+    """Row indices that repeat the last of ``used`` rows up to ``computed``: padding in one operation."""
+    return torch.arange(computed).clamp_(max=used - 1)
 
 
 def _stack_transposed(weights: Sequence[Weight]) -> Tensor:

@@ -46,9 +46,7 @@ class ReferenceOperations:
         gate, up = gate_up.chunk(2, dim=-1)
         return (gate / gate.neg().exp_().add_(1.0)).mul_(up)
 
-    def write_kv(
-        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan
-    ) -> None:
+    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan) -> None:
         assert isinstance(plan, ReferenceAttentionPlan)
         key_cache.view(-1, *key.shape[1:]).index_copy_(0, plan.slot_mapping, key)
         value_cache.view(-1, *value.shape[1:]).index_copy_(0, plan.slot_mapping, value)

@@ -27,10 +27,11 @@ class Transformers:
 
     name = "transformers"
 
-    def __init__(self, process: asyncio.subprocess.Process, max_tokens: int, versions: dict[str, Any]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, model: Path, max_tokens: int) -> None:
+        self.model: str | None = model.name
+        self.versions: dict[str, Any] = {}
         self._process = process
         self._max_tokens = max_tokens
-        self.versions = versions
 
     @classmethod
     async def start(cls, model: Path, *, max_tokens: int) -> Transformers:
@@ -47,7 +48,7 @@ class Transformers:
             stderr=asyncio.subprocess.DEVNULL,
             limit=MAX_LINE_BYTES,
         )
-        baseline = cls(process, max_tokens, {})
+        baseline = cls(process, model, max_tokens)
         try:
             baseline.versions = (await baseline._answer())["ready"]
         except BaseException:

@@ -16,6 +16,7 @@ class Contender(Protocol):
     """Something that answers prompts."""
 
     name: str
+    model: str | None  # that answers; None: not known yet
 
     async def run(self, prompts: Sequence[Prompt], concurrency: int) -> Pass:
         """Answer all prompts, at most ``concurrency`` at a time. A prompt that fails says so in its measurement."""
@@ -43,7 +44,7 @@ class Server:
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._max_draft_tokens = max_draft_tokens
-        self._model = model
+        self.model = self._asked_model = model
         self._timeout_s = timeout_s
         self._connections: list[Connection] = []
         self._open()
@@ -70,7 +71,7 @@ class Server:
             await connection.aclose()
 
     def _open(self) -> None:
-        self._connections.append(open_connection(self._url, model=self._model, timeout_s=self._timeout_s))
+        self._connections.append(open_connection(self._url, model=self._asked_model, timeout_s=self._timeout_s))
 
     async def _measure(self, connection: Connection, prompt: Prompt) -> Measurement:
         ask = Ask(prompt.messages, self._max_tokens, self._temperature, self._max_draft_tokens)
@@ -88,6 +89,7 @@ class Server:
         except StreamFailed as error:
             return Measurement(prompt.line, tuple(text_times_s), None, error=str(error))
         assert ending is not None, "a stream that does not fail ends"
+        self.model = ending.model or self.model
         return Measurement(
             prompt.line,
             tuple(text_times_s),

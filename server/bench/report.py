@@ -25,12 +25,12 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("tokens", lambda s: "-" if s.num_output_tokens is None else str(s.num_output_tokens)),
     ("failed", lambda s: f"{s.num_failed}/{s.num_requests}"),
 )
-# The figures whose ratio is printed, and how a higher one is to be read.
+# The figures whose ratio is printed.
 RATIOS: tuple[tuple[str, Callable[[Summary], float | None]], ...] = (
     ("tokens/s in all", lambda s: s.total_tokens_per_second),
     ("tokens/s a stream", lambda s: s.stream_tokens_per_second),
-    ("TTFT p50", lambda s: s.ttft_p50_s),
-    ("TPOT p50", lambda s: s.tpot_p50_s),
+    ("TTFT p50 (less is better)", lambda s: s.ttft_p50_s),
+    ("TPOT p50 (less is better)", lambda s: s.tpot_p50_s),
 )
 LEGEND = """\
 Times in ms, seen by the client. TTFT: sent to first text. TPOT: (E2E - TTFT)/(n - 1). ICL: between pieces of text,
@@ -71,9 +71,9 @@ def ratios(first: Result, second: Result) -> str:
     lines = [f"{first.contender} / {second.contender}, {_streams(first.concurrency)}, {len(first.rounds)} rounds:"]
     for name, found in compared(first, second).items():
         if found is None:
-            lines.append(f"  {name:<18} -")
+            lines.append(f"  {name:<26} -")
         else:
-            lines.append(f"  {name:<18} {found.median:.2f}x  (rounds {found.lowest:.2f} to {found.highest:.2f})")
+            lines.append(f"  {name:<26} {found.median:.2f}x  (rounds {found.lowest:.2f} to {found.highest:.2f})")
     equal, total = equal_token_counts(first, second)
     lines.append(f"  same number of tokens for {equal} of {total} answers")
     return "\n".join(lines)

@@ -40,15 +40,15 @@ class ChatConnection:
                     raise StreamFailed(f"{self._url} answered HTTP {answer.status_code}: {detail[:300]}")
                 ending: Json = {}
                 async for now, event in _server_sent_events(answer.aiter_raw()):
-                    ending = {
-                        **ending,
-                        **{name: event[name] for name in ("usage", "metrics", "timings") if event.get(name)},
-                    }
+                    kept = {name: event[name] for name in ("model", "usage", "metrics", "timings") if event.get(name)}
+                    ending = {**ending, **kept}
                     for choice in event.get("choices", ()):
                         if text := _delta_text(choice.get("delta") or {}):
                             yield Chunk(now, text, event)
                         if choice.get("finish_reason"):
                             ending = {**ending, "finish_reason": choice["finish_reason"]}
+            if "finish_reason" not in ending:
+                raise StreamFailed(f"{self._url} ended the stream without a finish_reason")
             yield _chat_ending(time.perf_counter(), ending)
         except httpx.TimeoutException as error:
             raise StreamFailed(f"{self._url} was silent too long ({type(error).__name__})") from error
@@ -119,5 +119,11 @@ def _chat_ending(now: float, fields: Json) -> Ending:
         # llama.cpp counts no steps: each gave one token beside what it accepted.
         accepted = timings["draft_n_accepted"]
         speculation = Speculation(timings["predicted_n"] - accepted, timings["draft_n"], accepted)
-    status = "incomplete" if fields.get("finish_reason") == "length" else "completed"
-    return Ending(now, status, usage.get("prompt_tokens"), usage.get("completion_tokens"), speculation)
+    return Ending(
+        now,
+        "incomplete" if fields["finish_reason"] == "length" else "completed",
+        usage.get("prompt_tokens"),
+        usage.get("completion_tokens"),
+        speculation,
+        model=fields.get("model"),
+    )

@@ -86,6 +86,7 @@ class Ending:
     num_output_tokens: int | None = None
     speculation: Speculation | None = None
     response_id: str | None = None
+    model: str | None = None  # that answered
 
 
 Record = Sent | Chunk | Ending
@@ -229,6 +230,7 @@ def _responses_ending(now: float, response: Json) -> Ending:
         usage.get("output_tokens"),
         speculation_of(response.get("metrics") or {}),
         response.get("id"),
+        response.get("model"),
     )
 
 

@@ -124,6 +124,7 @@ async def measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> tuple[
             results += await run_rounds(
                 contenders, prompts, concurrency, num_rounds=args.rounds, num_warmups=args.warmup, report=say
             )
+        machine["models"] = {contender.name: contender.model for contender in contenders}
     finally:
         say("")
         for contender in contenders:
@@ -174,6 +175,7 @@ def show(
         f"Python {machine['python']}, outrider {machine['outrider']}" + (f", {versions}" if versions else "")
     )
     print(f"server    {args.url}" + (f", compared with {args.compare}" if args.compare else ""))
+    print("models    " + ", ".join(f"{name}: {model or 'unknown'}" for name, model in machine["models"].items()))
     print("\n" + report.table(results) + "\n")
     for first, second in report.pairs(results):
         print(report.ratios(first, second) + "\n")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 from outrider.draft.base import NO_DRAFT, Draft, Drafter, DraftRequest
 from outrider.server.engine.sequence import Sequence

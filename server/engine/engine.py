@@ -101,7 +101,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if pages were lost or counted twice."""
-        self._pool.check_integrity()
+        self._pool.check_integrity([sequence.pages.page_table for sequence in self._batcher.running])
         if not self.has_work:
             assert self._pool.num_referenced == 0, f"{self._pool.num_referenced} pages belong to nobody"
 
@@ -215,7 +215,7 @@ def _make_storage(settings: EngineSettings, model: Transformer) -> KVStorage:
     num_pages = settings.kv_cache_mib * 2**20 // page_bytes
     if num_pages < 2:
         raise ValueError(
-            f"kv_cache_mib is {settings.kv_cache_mib}; one page of this model takes {page_bytes} bytes, and 2 are the least"
+            f"kv_cache_mib is {settings.kv_cache_mib}; it must hold at least 2 pages of {page_bytes} bytes each"
         )
     return KVStorage(groups, num_pages, settings.page_size)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from outrider.verify.sampling_params import SamplingParams
+from outrider.verify.sampling_params import SamplingParams, TokenLogprob
 
 
 class FinishReason(StrEnum):
@@ -28,15 +28,6 @@ class Request:
     params: SamplingParams
     tenant: str = ""
     generate: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One token of the answer, the model's own log-probability for it, and the likeliest alternatives."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token_id, logprob), likeliest first
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from outrider.kvcache.sequence import SequencePages
-from outrider.server.engine.request import FinishReason, Request, StepOutput, TokenLogprob
+from outrider.server.engine.request import FinishReason, Request, StepOutput
 from outrider.server.engine.text_stream import TextStream
 from outrider.verify.sampler import Verdict, VerifyRequest
 
@@ -13,8 +13,8 @@ from outrider.verify.sampler import Verdict, VerifyRequest
 class Sequence:
     """Prompt, verified answer, pages, and the text that grows from them.
 
-        0                num_cached_tokens        num_tokens
-        ├── KV is in the pages ──┼── known, to compute ──┤ (drafts of a step)
+    0                num_cached_tokens        num_tokens
+    ├── KV is in the pages ──┼── known, to compute ──┤ (drafts of a step)
     """
 
     def __init__(
@@ -83,10 +83,7 @@ class Sequence:
         reason: FinishReason | None = None
         num_kept = 0
         for index, token_id in enumerate(verdict.token_ids):
-            logprob = None
-            if verdict.logprobs:
-                model_logprob = verdict.logprobs[index]
-                logprob = TokenLogprob(token_id, model_logprob.logprob, model_logprob.top)
+            logprob = verdict.logprobs[index] if verdict.logprobs else None
             self.output_token_ids.append(token_id)
             num_kept += 1
             reason = self._text.push(token_id, logprob)
@@ -95,7 +92,9 @@ class Sequence:
         error = verdict.error if reason is None else None
         if error is not None:
             reason = FinishReason.ERROR
-        return self._output(verdict.token_ids[:num_kept], num_draft_tokens, min(verdict.num_accepted, num_kept), reason, error)
+        return self._output(
+            verdict.token_ids[:num_kept], num_draft_tokens, min(verdict.num_accepted, num_kept), reason, error
+        )
 
     def end(self, reason: FinishReason, error: str | None = None) -> StepOutput:
         """The terminal output of a sequence that ends between tokens."""

@@ -41,4 +41,6 @@ class EngineSettings:
         require(self.kv_cache_mib >= 1, "kv_cache_mib", "at least 1")
         require(1 <= self.max_running <= 4096, "max_running", "from 1 to 4096")
         require(0 <= self.max_draft_tokens <= 64, "max_draft_tokens", "from 0 (no speculation) to 64")
-        require(self.max_step_tokens >= self.max_running, "max_step_tokens", f"at least max_running ({self.max_running})")
+        require(
+            self.max_step_tokens >= self.max_running, "max_step_tokens", f"at least max_running ({self.max_running})"
+        )

@@ -6,8 +6,8 @@ import codecs
 from collections import deque
 from typing import Protocol
 
-from outrider.server.engine.request import FinishReason, TokenLogprob
-from outrider.verify.sampling_params import SamplingParams
+from outrider.server.engine.request import FinishReason
+from outrider.verify.sampling_params import SamplingParams, TokenLogprob
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.server.engine.request import FinishReason, StepOutput, TokenLogprob
+from outrider.server.engine.request import FinishReason, StepOutput
 from outrider.server.protocol import events
 from outrider.server.protocol.events import Event
 from outrider.server.protocol.items import Message
@@ -10,6 +10,7 @@ from outrider.server.protocol.metrics_block import ResponseMetrics
 from outrider.server.protocol.outbox import Outbox
 from outrider.server.protocol.parse import CreateRequest
 from outrider.server.protocol.prompt import PromptBuilder
+from outrider.verify.sampling_params import TokenLogprob
 
 _MIN_LOGPROB = -9999.0  # what OpenAI sends for a token that cannot come; JSON has no infinity
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import tracemalloc
 from collections.abc import Sequence
 
@@ -80,7 +81,7 @@ def test_chunks_make_no_difference(text: list[int], cuts: list[int], max_tokens_
     config = SuffixDrafterConfig(max_tokens_indexed=max_tokens_indexed)
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     drafter = follow(config, text[: bounds[1]] if len(bounds) > 1 else text)
-    for start, stop in zip(bounds[1:], bounds[2:], strict=False):
+    for start, stop in itertools.pairwise(bounds[1:]):
         propose(drafter, 8)
         drafter.extend(1, text[start:stop])
     assert propose(drafter, 8) == propose(follow(config, text), 8)
@@ -170,6 +171,15 @@ def test_no_token_costs_more_than_a_constant(text: list[int]) -> None:
     # A search looks at no more than 50 pairs, twice with the look ahead; hashing an n-gram and dropping the
     # oldest cost a few each.
     assert CountedToken.num_uses <= (2 * 50 + 30) * len(text)
+
+
+def test_a_search_along_a_long_match_is_cut_short_and_uses_it() -> None:
+    text = [CountedToken(token_id) for token_id in range(500)]
+    drafter = follow(SuffixDrafterConfig(max_search_steps=50), text * 2)
+    CountedToken.num_uses = 0
+    draft = propose(drafter, 4)
+    assert CountedToken.num_uses <= 2 * 50
+    assert draft == (0, 1, 2, 3)
 
 
 def test_a_search_that_is_cut_short_still_finds_a_match() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from outrider.kernels.operations import NULL_PAGE, RaggedBatch, load_operations
 from outrider.kernels.reference.attention import KV_BLOCK
-from outrider.kernels.reference.row_tiles import CANONICAL_ROWS, proven_row_counts, split_rows
-from torch import Tensor
+from outrider.kernels.reference.row_tiles import proven_row_counts, split_rows
 
 OPS = load_operations("reference")
 
@@ -194,7 +195,10 @@ def test_attention_is_the_textbooks_and_keeps_each_rows_bits(
 
     last = len(LENGTHS) - 1
     for size in (1, 5, 16, 100):  # each alone, in chunks of every kind
-        runs = [(last, start, min(start + size, LENGTHS[last])) for start in range(LENGTHS[last] - 3 * size, LENGTHS[last], size)]
+        runs = [
+            (last, start, min(start + size, LENGTHS[last]))
+            for start in range(LENGTHS[last] - 3 * size, LENGTHS[last], size)
+        ]
         apart = torch.cat([cache.attend(queries, [run], window)[0] for run in runs])
         assert torch.equal(apart, whole[last][-3 * size :]), f"rows differ in chunks of {size}"
     mixed = [(last, LENGTHS[last] - 5, LENGTHS[last]), (4, 100, 255), (3, 16, 17), (6, KV_BLOCK, KV_BLOCK + 1)]

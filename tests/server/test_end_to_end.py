@@ -15,8 +15,9 @@ import pytest
 from engine_runs import greedy, make_engine, run_one
 from live_server import LiveServer, start_server
 from openai import AsyncOpenAI, OpenAI
-from outrider_client import AsyncClient, ResponseFailed
 from websockets.asyncio.client import connect
+
+from outrider_client import AsyncClient, ResponseFailed
 
 TERMINAL = {"response.completed", "response.incomplete", "response.failed", "error"}
 
@@ -38,12 +39,17 @@ def text_of(events: list[Any]) -> str:
     return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
 
+async def metrics_of(server: LiveServer) -> str:
+    async with httpx.AsyncClient() as client:
+        return (await client.get(f"{server.http_url}/metrics")).text
+
+
 async def settled_health(server: LiveServer) -> dict[str, Any]:
     """The health once nothing runs."""
     async with httpx.AsyncClient() as client, asyncio.timeout(60):
         while True:
             health: dict[str, Any] = (await client.get(f"{server.http_url}/health")).json()
-            metrics = (await client.get(f"{server.http_url}/metrics")).text
+            metrics = await metrics_of(server)
             idle = "outrider:num_requests_running 0.0" in metrics and "outrider:num_requests_waiting 0.0" in metrics
             if idle and health["status"] == "ready":
                 return health
@@ -89,12 +95,9 @@ def test_the_stock_client_has_a_conversation_and_every_token_is_the_models(
 async def test_two_lanes_stream_at_once_and_one_is_cancelled(live_server: LiveServer) -> None:
     client = AsyncOpenAI(base_url=f"{live_server.http_url}/v1", api_key="unused")
     async with client, client.responses.connect() as connection:
-        ask: dict[str, Any] = {"max_output_tokens": 600, "extra_body": {"ignore_eos": True}}
         for lane in ("a", "b"):
-            await connection.send(
-                {"type": "response.create", "input": lane, "stream_id": lane, "max_output_tokens": 300, "ignore_eos": True}
-            )
-        del ask
+            create = {"type": "response.create", "input": lane, "max_output_tokens": 300, "ignore_eos": True}
+            await connection.send({**create, "stream_id": lane})
         events: dict[str, list[Any]] = {"a": [], "b": []}
         async with asyncio.timeout(60):
             async for event in connection:
@@ -125,9 +128,11 @@ BAD_INPUT: list[tuple[Any, str, str | None]] = [
     ({"type": "response.create", "input": "word " * 2000}, "context_length_exceeded", "input"),
     ({"type": "response.create", "input": "x", "model": "gpt-9"}, "model_not_found", "model"),
     ('{"type": "response.create", "input": "\\ud800"}', "invalid_value", "input"),
-    ({"type": "response.create", "input": "x", "previous_response_id": "resp_no"}, "previous_response_not_found", "previous_response_id"),
+    ({"type": "response.create", "input": "x", "previous_response_id": "resp_no"}, "previous_response_not_found",
+     "previous_response_id"),
     ({"type": "response.create", "input": "x", "stream_id": ""}, "invalid_stream_id", "stream_id"),
-    ({"type": "response.create", "input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "unsupported_value", "input[0].content[0].type"),
+    ({"type": "response.create", "input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+     "unsupported_value", "input[0].content[0].type"),
     ({"type": "response.create", "input": "x", "tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
     ({"type": "response.cancel", "response_id": "resp_no"}, "response_not_found", "response_id"),
     (json.dumps({"type": "response.create", "input": "x" * 20_000_000}), "message_too_large", None),
@@ -168,7 +173,9 @@ async def test_bad_input_gets_an_error_that_names_the_field_and_harms_no_other_s
     assert sorted(seen, key=str) == sorted([(code, param) for _, code, param in BAD_INPUT], key=str)
 
 
-async def test_two_hundred_responses_with_cancels_and_disconnects_leave_nothing_running(live_server: LiveServer) -> None:
+async def test_two_hundred_responses_with_cancels_and_disconnects_leave_nothing_running(
+    live_server: LiveServer,
+) -> None:
     rng = random.Random(3)
 
     async def one_connection(index: int) -> int:
@@ -203,8 +210,7 @@ async def test_two_hundred_responses_with_cancels_and_disconnects_leave_nothing_
         counts = await asyncio.gather(*(one_connection(index) for index in range(20)))
     assert [count for index, count in enumerate(counts) if index % 5 != 4] == [10] * 16
     await settled_health(live_server)
-    metrics = httpx.get(f"{live_server.http_url}/metrics").text
-    assert "outrider:kv_cache_usage_perc 0.0" in metrics
+    assert "outrider:kv_cache_usage_perc 0.0" in await metrics_of(live_server)
 
 
 async def test_a_killed_engine_ends_every_response_once_and_the_next_request_works(

@@ -9,9 +9,9 @@ from typing import Any
 
 from outrider.draft.base import Draft, DraftRequest
 from outrider.server.engine.engine import Engine
-from outrider.server.engine.request import FinishReason, Request, StepOutput, TokenLogprob
+from outrider.server.engine.request import FinishReason, Request, StepOutput
 from outrider.server.engine.settings import EngineSettings
-from outrider.verify.sampling_params import SamplingParams
+from outrider.verify.sampling_params import SamplingParams, TokenLogprob
 
 
 @dataclass
@@ -47,7 +47,9 @@ def greedy(prompt: Sequence[int], request_id: str = "r", max_tokens: int = 32, *
     return sampled(prompt, request_id, max_tokens, temperature=0.0, **params)
 
 
-def sampled(prompt: Sequence[int], request_id: str = "r", max_tokens: int = 32, tenant: str = "", **params: Any) -> Request:
+def sampled(
+    prompt: Sequence[int], request_id: str = "r", max_tokens: int = 32, tenant: str = "", **params: Any
+) -> Request:
     return Request(request_id, tuple(prompt), SamplingParams(max_tokens=max_tokens, **params), tenant)
 
 
@@ -93,7 +95,9 @@ class ScriptedDrafter:
 
     name = "scripted"
 
-    def __init__(self, continuations: Mapping[tuple[int, ...], Sequence[int]], change: Any = lambda draft: draft) -> None:
+    def __init__(
+        self, continuations: Mapping[tuple[int, ...], Sequence[int]], change: Any = lambda draft: draft
+    ) -> None:
         self._continuations = {tuple(prompt): list(tokens) for prompt, tokens in continuations.items()}
         self._change = change
         self._following: dict[int, tuple[list[int], int]] = {}

@@ -24,7 +24,9 @@ CHAT_TEMPLATE = (
 
 def byte_tokenizer() -> Tokenizer:
     """The special tokens, then one token for each of the 256 bytes."""
-    vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocab = {
+        token: index for index, token in enumerate([*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_model import save_tiny_model, tiny_llama_config
+from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
 from outrider.kernels.operations import RaggedBatch, load_operations
 from outrider.kvcache.storage import KVStorage
 from outrider.verify.checkpoint.checkpoint import open_checkpoint
 from outrider.verify.transformer import Transformer
-from tiny_model import save_tiny_model, tiny_llama_config
-from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 PAGE_SIZE = 16
 NUM_TOKENS = 150
@@ -30,9 +31,7 @@ def rope(kind: str, **parameters: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
 
-LLAMA3 = rope(
-    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-)
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": tiny_llama_config(),
@@ -44,7 +43,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama, yarn rope": tiny_llama_config(**YARN),
     "mistral, window": MistralConfig(**shape(sliding_window=40)),
     "qwen2": Qwen2Config(**shape()),
-    "qwen2, window in upper layers": Qwen2Config(**shape(use_sliding_window=True, sliding_window=40, max_window_layers=1)),
+    "qwen2, window in upper layers": Qwen2Config(
+        **shape(use_sliding_window=True, sliding_window=40, max_window_layers=1)
+    ),
     "qwen3": Qwen3Config(**shape(head_dim=16)),
 }
 

@@ -136,6 +136,7 @@ def test_an_error_ends_a_running_response_and_its_late_failure_hits_nobody_else(
     assert running.is_done
     assert isinstance(running.error, RequestRefused)
     following = protocol.create({}, lane="main")
+    assert protocol.receive(delta("main", "late")) == []
     assert protocol.receive(lifecycle("failed", "main", "r1", status="failed")) == []
     assert not following.is_done
 
@@ -285,6 +286,20 @@ def test_a_continuation_runs_where_its_parent_ran_and_that_lane_is_the_last_to_b
         protocol.receive(lifecycle("completed", other.lane, f"r{number}", status="completed"))
     assert protocol.create({"previous_response_id": "parent"}).lane == parent.lane
     assert protocol.create({"previous_response_id": "parent"}).lane != parent.lane, "it is busy: a fork"
+
+
+def test_a_new_response_takes_a_free_lane_and_of_these_the_one_used_longest_ago() -> None:
+    protocol = ClientProtocol()
+    exchanges = [protocol.create({}) for _ in range(NUM_AUTOMATIC_LANES)]
+    last = exchanges[-1]
+    protocol.receive(lifecycle("completed", last.lane, "r15", status="completed"))
+    assert protocol.create({}).lane == last.lane, "the others are busy"
+    for number, exchange in enumerate(exchanges[:3]):
+        protocol.receive(lifecycle("completed", exchange.lane, f"r{number}", status="completed"))
+    continued = protocol.create({"previous_response_id": "r0"})
+    protocol.receive(lifecycle("completed", continued.lane, "r0b", status="completed"))
+    assert continued.lane == exchanges[0].lane
+    assert [protocol.create({}).lane for _ in range(3)] == [exchanges[i].lane for i in (1, 2, 0)]
 
 
 @pytest.mark.parametrize("lane", ["", "a b", "ü", "x" * 257])

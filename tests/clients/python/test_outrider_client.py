@@ -123,7 +123,7 @@ async def connected(**options: Any) -> AsyncIterator[tuple[ScriptedServer, oc.As
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 (what is waited for happens in a server without events)
+        while not condition():
             await asyncio.sleep(0.01)
 
 
@@ -198,7 +198,7 @@ async def test_leaving_cancels_that_response_and_nothing_else(
 
 
 async def test_abandoning_a_request_before_it_is_accepted_cancels_it() -> None:
-    async with connected() as (server, client):
+    async with connected(max_buffer=2**30) as (server, client):
         asking = asyncio.create_task(client.respond("forever"))
         await asyncio.sleep(0)
         asking.cancel()
@@ -320,6 +320,16 @@ async def test_a_conversation_sends_only_what_is_new() -> None:
     assert turns[0]["stream_id"] == turns[1]["stream_id"]
     assert all(turn["instructions"] == "Be brief." for turn in turns), "the server does not inherit them"
     assert turns[1]["max_output_tokens"] == 3
+
+
+async def test_a_turn_waits_for_the_answer_before_it() -> None:
+    async with connected() as (server, client):
+        conversation = client.conversation()
+        first = await conversation.respond("One?")
+        await conversation.respond("Two?")
+        assert first.response.status == "completed"
+        assert await first.text() == "".join(WORDS), "and what was not read yet can still be read"
+    assert server.created[1]["previous_response_id"] == first.id
 
 
 async def test_a_conversation_the_server_forgot_is_sent_again_in_full() -> None:

@@ -68,6 +68,7 @@ class Recorder:
 
     def __init__(self, name: str, log: list[tuple[str, list[int], int]], num_tokens: int = 3) -> None:
         self.name = name
+        self.model = None
         self._log = log
         self._num_tokens = num_tokens
 

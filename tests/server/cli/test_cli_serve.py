@@ -30,6 +30,7 @@ OUTRIDER = str(Path(sysconfig.get_path("scripts")) / "outrider")
 def refused(*arguments: str) -> tuple[int, str]:
     """The exit code and the last line of a server that must not start."""
     ended = subprocess.run([OUTRIDER, "serve", *arguments], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in ended.stderr
     return ended.returncode, ended.stderr.splitlines()[-1]
 
 

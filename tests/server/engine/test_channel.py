@@ -37,8 +37,8 @@ from outrider.server.engine.messages import (
     decode,
     encode,
 )
-from outrider.server.engine.request import EngineStats, FinishReason, ModelInfo, Request, StepOutput, TokenLogprob
-from outrider.verify.sampling_params import MAX_SEED, SamplingParams
+from outrider.server.engine.request import EngineStats, FinishReason, ModelInfo, Request, StepOutput
+from outrider.verify.sampling_params import MAX_SEED, SamplingParams, TokenLogprob
 
 PARAMS = SamplingParams(
     max_tokens=7,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Answer, greedy, make_engine, run
+
 from outrider.verify.checkpoint.chat_template import load_chat_template
 from outrider.verify.checkpoint.tokenizer import load_tokenizer
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import ScriptedDrafter, greedy, make_engine, run, run_one, sampled
-from outrider.server.engine.request import FinishReason
 from transformers import AutoModelForCausalLM
+
+from outrider.server.engine.request import FinishReason
 
 MAX_TOKENS = 48
 
@@ -63,7 +64,8 @@ def test_prefix_hits_change_nothing(tiny_model: Path) -> None:
     again = run(engine, requests(range(len(PROMPTS))))
     for index, expected in enumerate(oracle(tiny_model)):
         assert first[str(index)].token_ids == again[str(index)].token_ids == expected
-        assert again[str(index)].num_cached_tokens == (len(PROMPTS[index]) - 1 if len(PROMPTS[index]) % 16 == 0 else len(PROMPTS[index]) // 16 * 16)
+        # All full pages of the prompt, but for the last token: it is computed to be continued from.
+        assert again[str(index)].num_cached_tokens == min(len(PROMPTS[index]) // 16 * 16, len(PROMPTS[index]) - 1)
     assert engine.stats.prefix_hits == sum(answer.num_cached_tokens for answer in again.values())
 
 
@@ -119,7 +121,7 @@ def test_a_drafter_that_is_always_wrong_costs_one_token_a_step_and_changes_nothi
     assert drafted.num_draft_tokens > 100
 
 
-@pytest.mark.parametrize("right", range(0, 8))
+@pytest.mark.parametrize("right", range(8))
 def test_a_draft_that_is_right_for_a_while_gains_just_that(tiny_model: Path, right: int) -> None:
     plain = run_one(make_engine(tiny_model, drafter="none"), greedy(PROMPTS[1], ignore_eos=True, max_tokens=91))
     drafter = ScriptedDrafter(
@@ -156,7 +158,9 @@ def test_a_draft_ends_before_an_id_the_model_does_not_have(tiny_model: Path, bad
 
 @pytest.mark.parametrize("stop_at", range(1, 20))
 def test_an_end_inside_a_draft_ends_the_answer_there(tiny_model: Path, stop_at: int) -> None:
-    full = run_one(make_engine(tiny_model, drafter="none"), greedy(PROMPTS[5], max_tokens=24, ignore_eos=True)).token_ids
+    full = run_one(
+        make_engine(tiny_model, drafter="none"), greedy(PROMPTS[5], max_tokens=24, ignore_eos=True)
+    ).token_ids
     stop_id = full[stop_at]
     expected = full[: full.index(stop_id) + 1]
     drafter = ScriptedDrafter({tuple(PROMPTS[5]): full})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Answer, greedy, make_engine, run, run_one, sampled
+
 from outrider.server.engine.request import FinishReason, StepOutput
 from outrider.server.engine.settings import EngineSettings
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outrider.server.engine.request import FinishReason, TokenLogprob
+from outrider.server.engine.request import FinishReason
 from outrider.server.engine.text_stream import TextStream
-from outrider.verify.sampling_params import SamplingParams
+from outrider.verify.sampling_params import SamplingParams, TokenLogprob
 
 EOS = 0
 

@@ -10,8 +10,9 @@ import pytest
 from openai.types.responses import ResponsesServerEvent
 from pydantic import TypeAdapter
 
-from outrider.server.engine.request import FinishReason, StepOutput, TokenLogprob
+from outrider.server.engine.request import FinishReason, StepOutput
 from outrider.server.protocol import errors, events
+from outrider.verify.sampling_params import TokenLogprob
 
 TEXT_EVENTS = [
     "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",

@@ -10,11 +10,12 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from outrider.server.engine.client import EngineOverloaded, EngineState, EngineStatus, EngineUnavailable, OutputSink
-from outrider.server.engine.request import EngineStats, FinishReason, ModelInfo, Request, StepOutput, TokenLogprob
+from outrider.server.engine.request import EngineStats, FinishReason, ModelInfo, Request, StepOutput
 from outrider.server.protocol.items import Message
 from outrider.server.protocol.prompt import PromptError
 from outrider.server.ws.serve import DrainingServer, make_server
 from outrider.server.ws.settings import ServerSettings
+from outrider.verify.sampling_params import TokenLogprob
 
 TOKENS_PER_STEP = 3
 

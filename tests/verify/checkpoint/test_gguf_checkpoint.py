@@ -114,7 +114,7 @@ def test_biases_norms_and_an_own_head_are_found(write_gguf: Any, tiny: Any) -> N
 
 
 def test_rope_scaling_and_sliding_window(write_gguf: Any, tiny: Any) -> None:
-    linear = open_tiny(write_gguf, tiny, **{"rope__scaling__type": "linear", "rope__scaling__factor": 4.0})
+    linear = open_tiny(write_gguf, tiny, rope__scaling__type="linear", rope__scaling__factor=4.0)
     assert linear.rope == RopeConfig(scaling="linear", factor=4.0)
     yarn = open_tiny(
         write_gguf,
