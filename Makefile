@@ -1,5 +1,5 @@
-# Works in a fresh clone on Linux with git, make and Python 3.11 or newer. Nothing outside the clone is
-# touched but the model cache (`outrider models path`).
+# Works in a fresh clone on Linux with git, make and Python 3.11 or newer. Outside the clone only two caches
+# are written: pip's, and the models' (`outrider models list` says where).
 #   make serve ARGS="--port 9000"        make test ARGS="-k rollback"        make PYTHON=python3.12 serve
 
 VENV := .venv

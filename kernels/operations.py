@@ -108,7 +108,10 @@ class Operations(Protocol):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich 2019, eq. 4)."""
+        """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich 2019, eq. 4).
+
+        ``weight``: ``[n]`` for rows ``[..., n]``, or ``[num_heads, n]`` for ``[num_tokens, num_heads, n]``.
+        """
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """``(rms_norm(x + residual), x + residual)``, both ``[num_tokens, hidden_size]``."""

@@ -20,8 +20,7 @@ class DecoderLayer:
 
     input_norm: Tensor  # [hidden_size]
     qkv: PackedLinear
-    query_norm: Tensor | None  # [head_dim]
-    key_norm: Tensor | None  # [head_dim]
+    query_key_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim], a weight for each head of q, then of k
     attention_output: PackedLinear
     mlp_norm: Tensor  # [hidden_size]
     gate_up: PackedLinear
@@ -97,11 +96,10 @@ class Transformer:
     ) -> Tensor:
         ops, config = self._operations, self.config
         qkv = ops.linear(hidden, layer.qkv).view(len(hidden), -1, config.head_dim)
-        query, key, value = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query = ops.rms_norm(query, layer.query_norm, config.rms_norm_eps)
-            key = ops.rms_norm(key, layer.key_norm, config.rms_norm_eps)
-        query, key = ops.rotary(query, cos, sin), ops.rotary(key, cos, sin)
+        query_key, value = qkv.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=1)
+        if layer.query_key_norm is not None:
+            query_key = ops.rms_norm(query_key, layer.query_key_norm, config.rms_norm_eps)
+        query, key = ops.rotary(query_key, cos, sin).split((config.num_heads, config.num_kv_heads), dim=1)
         keys, values = storage.keys(self._layer_group, index), storage.values(self._layer_group, index)
         ops.write_kv(key, value, keys, values, plan)
         attended = ops.paged_attention(query, keys, values, self._scale, plan)
@@ -133,11 +131,14 @@ def _load_layer(checkpoint: Checkpoint, operations: Operations, index: int) -> D
         biases = [checkpoint.weight(name) for name in bias_names if checkpoint.has(name)]
         return operations.pack_linear(weights, torch.cat([bias.dense() for bias in biases]) if biases else None)
 
+    def head_norms() -> Tensor:
+        query, key = vector("self_attn.q_norm"), vector("self_attn.k_norm")
+        return torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+
     return DecoderLayer(
         input_norm=vector("input_layernorm"),
         qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        query_norm=vector("self_attn.q_norm") if config.qk_norm else None,
-        key_norm=vector("self_attn.k_norm") if config.qk_norm else None,
+        query_key_norm=head_norms() if config.qk_norm else None,
         attention_output=linear("self_attn.o_proj"),
         mlp_norm=vector("post_attention_layernorm"),
         gate_up=linear("mlp.gate_proj", "mlp.up_proj"),

@@ -164,8 +164,8 @@ class Batcher:
             pages.release()
             return False
         if sequence.num_prefix_tokens is None:
-            sequence.num_prefix_tokens = matched
             self.prefix_queries += sequence.num_prompt_tokens
             self.prefix_hits += matched
+        sequence.admitted(matched)
         self.running.append(self.waiting.popleft())
         return True

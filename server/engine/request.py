@@ -47,6 +47,7 @@ class StepOutput:
     num_draft_tokens: int = 0  # proposed to this step
     num_accepted: int = 0  # of these, found right and kept
     num_cached_tokens: int = 0  # prompt tokens whose KV was reused; the same in every output
+    queue_s: float = 0.0  # seconds between reaching the engine and first being given rows; the same in every output
     finish_reason: FinishReason | None = None
     error: str | None = None  # with FinishReason.ERROR: what happened, for the client to read
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from torch import Tensor
 
 from outrider.kvcache.sequence import SequencePages
@@ -31,6 +33,8 @@ class Sequence:
         self.pages = pages
         self.output_token_ids: list[int] = []
         self.num_prefix_tokens: int | None = None  # of the prompt, found cached when first admitted
+        self._added_at = time.monotonic()
+        self._queue_s = 0.0
         self.is_drafted = False  # whether the drafter follows it
         self._text = text
         self._max_tokens = max_tokens  # the request's own, less what the context cannot hold
@@ -58,6 +62,12 @@ class Sequence:
     def max_useful_draft_tokens(self) -> int:
         """Drafts beyond this could not be kept: one more token always follows them."""
         return self._max_tokens - len(self.output_token_ids) - 1
+
+    def admitted(self, num_prefix_tokens: int) -> None:
+        """Note the wait and the prefix found; only the first time counts, not the return from a preemption."""
+        if self.num_prefix_tokens is None:
+            self.num_prefix_tokens = num_prefix_tokens
+            self._queue_s = time.monotonic() - self._added_at
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known tokens at positions ``start .. stop - 1``."""
@@ -119,6 +129,7 @@ class Sequence:
             num_draft_tokens=num_draft_tokens,
             num_accepted=num_accepted,
             num_cached_tokens=self.num_prefix_tokens or 0,
+            queue_s=self._queue_s,
             finish_reason=reason,
             error=error,
         )

@@ -39,6 +39,7 @@ class ResponseMetrics:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.finished_at: float | None = None
+        self._engine_queue_s = 0.0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -49,6 +50,7 @@ class ResponseMetrics:
 
     def record(self, output: StepOutput, now: float) -> None:
         self.num_cached_tokens = output.num_cached_tokens
+        self._engine_queue_s = output.queue_s
         if output.text and self.first_text_at is None:
             self.first_text_at = now
             self._observer.first_token(now - self.received_at)
@@ -71,8 +73,8 @@ class ResponseMetrics:
 
     @property
     def queue_s(self) -> float | None:
-        """From the request's arrival to the engine's taking it."""
-        return None if self.submitted_at is None else self.submitted_at - self.received_at
+        """From the request's arrival to the first pass it has a part in."""
+        return None if self.submitted_at is None else self.submitted_at - self.received_at + self._engine_queue_s
 
     def block(self) -> dict[str, Any]:
         generation_s = None

@@ -54,7 +54,7 @@ class ServerMetrics:
         self._itl = self._histogram("inter_token_latency_seconds", "Between tokens, evenly in a step.", _TOKEN_BUCKETS)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to the last event.", _REQUEST_BUCKETS)
         self._queue = self._histogram(
-            "request_queue_time_seconds", "Arrival to the engine's taking the request.", _REQUEST_BUCKETS
+            "request_queue_time_seconds", "Arrival to the first pass with the request.", _REQUEST_BUCKETS
         )
 
     def first_token(self, seconds: float) -> None:

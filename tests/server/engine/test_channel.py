@@ -66,6 +66,7 @@ OUTPUT = StepOutput(
     num_draft_tokens=4,
     num_accepted=1,
     num_cached_tokens=16,
+    queue_s=0.25,
     finish_reason=FinishReason.LENGTH,
     error="why",
 )
