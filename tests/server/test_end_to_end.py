@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine_runs import greedy, make_engine, run_one
 from live_server import LiveServer, start_server
 from openai import AsyncOpenAI, OpenAI
 from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
 from outrider_client import AsyncClient, ResponseFailed
 
@@ -110,6 +112,70 @@ async def test_two_lanes_stream_at_once_and_one_is_cancelled(live_server: LiveSe
     assert events["b"][-1].response.incomplete_details.reason == "max_output_tokens"
     assert events["b"][-1].response.usage.output_tokens == 300
     assert 0 < events["a"][-1].response.usage.output_tokens < 300
+
+
+DOCUMENTED_ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"previous_response_id": "resp_abc", "stream_id": "main"}, "previous_response_not_found"),
+    ({"stream_id": "not a stream id"}, "invalid_stream_id"),
+    ({"stream_id": "x" * 257}, "invalid_stream_id"),
+    ({"model": "gpt-9"}, "model_not_found"),
+    ({"input": "word " * 2000}, "context_length_exceeded"),
+    ({"temperature": 9}, "invalid_value"),
+    ({"temperature": "warm"}, "invalid_type"),
+    ({"tools": [{"type": "web_search"}]}, "unsupported_parameter"),
+    ({"truncation": "auto"}, "unsupported_value"),
+    ({"temprature": 1}, "unknown_parameter"),
+    ({"input": None}, "missing_required_parameter"),
+    ({"input": "lone \ud800 surrogate"}, "invalid_value"),
+]
+
+
+def test_the_stock_client_understands_every_documented_error_and_goes_on(live_server: LiveServer) -> None:
+    with stock_client(live_server).responses.connect() as connection:
+        for fields, code in DOCUMENTED_ERRORS:
+            connection.send({"type": "response.create", "input": "x", **fields})
+            error = until_terminal(connection)[-1]
+            assert (error.type, error.error.code) == ("error", code)
+            assert error.error.message
+            assert error.stream_id == (fields.get("stream_id") if code == "previous_response_not_found" else None)
+        for event, code in [
+            ({"type": "response.cancel", "response_id": "resp_no"}, "response_not_found"),
+            ({"type": "response.sing"}, "unknown_event_type"),
+        ]:
+            connection.send(event)
+            assert until_terminal(connection)[-1].error.code == code
+        connection.send({"type": "response.steer", "previous_response_id": "resp_no", "input": "left"})
+        assert connection.recv().error.code == "steering_not_supported"
+        for index in range(31):  # "main" was the first
+            connection.response.create(input="x", stream_id=f"lane{index}", max_output_tokens=1)
+            assert until_terminal(connection)[-1].type == "response.incomplete"
+        connection.response.create(input="x", stream_id="one too many", max_output_tokens=1)
+        assert until_terminal(connection)[-1].error.code == "invalid_stream_id"
+        connection.response.create(input="x", stream_id="one.too.many", max_output_tokens=1)
+        assert until_terminal(connection)[-1].error.code == "websocket_stream_limit_reached"
+        connection.send({"type": "response.create", "input": "x", "max_output_tokens": 3, "ignore_eos": True})
+        assert until_terminal(connection)[-1].response.usage.output_tokens == 3
+
+
+def test_an_old_connection_is_told_to_reconnect_and_never_cut_off_within_an_answer(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    server = start_server(tiny_model, tmp_path / "log", "--kv-cache-mib", "8", "--max-age-s", "1")
+    try:
+        with stock_client(server).responses.connect() as connection:
+            deadline = time.monotonic() + 1.5
+            connection.send({"type": "response.create", "input": "on", "max_output_tokens": 900, "ignore_eos": True})
+            events = until_terminal(connection)
+            assert events[-1].response.usage.output_tokens == 900
+            while time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert connection.recv().error.code == "websocket_connection_limit_reached"
+            with pytest.raises(ConnectionClosed) as closed:
+                connection.recv()
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1001  # one of those after which the SDKs reconnect
+    finally:
+        assert server.stop() == 0
 
 
 BAD_INPUT: list[tuple[Any, str, str | None]] = [
