@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from outrider.verify.checkpoint.chat_template import load_chat_template
 from outrider.verify.checkpoint.tokenizer import load_tokenizer
 
 PROMPTS_FILE = Path(__file__).parents[4] / "shared" / "data" / "specbench_dev.jsonl"
-NUM_PROMPTS = 24
+NUM_PROMPTS = 20
 MAX_TOKENS = 64
-MAX_PROMPT_TOKENS = 700
+MAX_PROMPT_TOKENS = 300
 TIE = 1e-4  # two logits closer than this may change places under another order of additions
 
 pytestmark = [
@@ -108,7 +108,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "draft length 4, batch of 4, chunks of 16": {"max_draft_tokens": 4, "max_running": 4, "max_step_tokens": 16},
     "draft length 8, batch of 8, chunks of 512": {"max_draft_tokens": 8, "max_running": 8, "max_step_tokens": 512},
     "no drafts, batch of 8, chunks of 16": {"max_draft_tokens": 0, "max_running": 8, "max_step_tokens": 16},
-    "preemption": {"max_running": 8, "kv_cache_mib": 64},
+    "prefix hits": {"max_running": 4},
+    "preemption": {"max_running": 8, "kv_cache_mib": 40},
 }
 
 
@@ -117,14 +118,14 @@ def test_no_way_to_be_faster_changes_a_token(
     way: str, oracle: Oracle, plain: list[list[int]], default_model: Path
 ) -> None:
     engine = make_engine(default_model, **{"kv_cache_mib": 512, **WAYS[way]})
+    if way == "prefix hits":
+        run(engine, [replace(request, generate=False) for request in requests(oracle)])
     answers = staggered(oracle, engine)
     assert [answers[str(i)].token_ids for i in range(len(plain))] == plain
     checks: dict[str, Callable[[], bool]] = {
         "preemption": lambda: engine.stats.num_preemptions > 0,
+        "prefix hits": lambda: all(answers[str(i)].num_cached_tokens for i in range(len(plain))),
         "no drafts, batch of 8, chunks of 16": lambda: all(a.num_draft_tokens == 0 for a in answers.values()),
     }
     happened = checks.get(way, lambda: sum(a.num_accepted for a in answers.values()) > 20)
     assert happened(), "what this test is about did not happen"
-    again = staggered(oracle, engine)
-    assert [again[str(i)].token_ids for i in range(len(plain))] == plain
-    assert sum(answer.num_cached_tokens for answer in again.values()) > 100, "no prefix was hit"
