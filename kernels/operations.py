@@ -57,6 +57,10 @@ class PackedLinear(Protocol):
     def out_features(self) -> int: ...
 
 
+class PackedEmbedding(Protocol):
+    """An embedding table in the form one implementation reads it in; opaque to everyone else."""
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """Which rows one pass computes: for each sequence a run of consecutive positions, laid end to end.
@@ -101,11 +105,11 @@ class Operations(Protocol):
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """``x @ W.T + bias``: ``[num_rows, in_features]`` to ``[num_rows, out_features]``."""
 
-    def embedding(self, token_ids: Tensor, table: PackedLinear) -> Tensor:
-        """Rows of the embedding: int64 ``[num_tokens]`` to ``[num_tokens, hidden_size]``.
+    def pack_embedding(self, weight: Weight) -> PackedEmbedding:
+        """Prepare a table of ``[vocab_size, hidden_size]`` for lookups."""
 
-        ``table`` is packed like a linear layer of ``vocab_size`` outputs, so a tied head costs no copy.
-        """
+    def embedding(self, token_ids: Tensor, table: PackedEmbedding) -> Tensor:
+        """Rows of the table: int64 ``[num_tokens]`` to ``[num_tokens, hidden_size]``."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich 2019, eq. 4).

@@ -28,7 +28,7 @@ class LayerGroup:
 
 
 class KVStorage:
-    """Keys and values of ``num_pages`` pages, ``NULL_PAGE`` among them, zero at first.
+    """Keys and values of ``num_pages`` pages, ``NULL_PAGE`` among them. That one is zero, the others hold anything.
 
     One page id covers ``page_size`` tokens in every layer of every group, so target and draft share one
     page table.
@@ -48,13 +48,16 @@ class KVStorage:
         self.page_size = page_size
         # name -> [num_layers, 2 (key, value), num_pages, page_size, num_kv_heads, head_dim]
         self._caches = {
-            group.name: torch.zeros(
+            group.name: torch.empty(
                 (group.num_layers, 2, num_pages, page_size, group.num_kv_heads, group.head_dim),
                 dtype=group.dtype,
                 device=device,
             )
             for group in groups
         }
+        # Only this: filling a cache of gigabytes costs a start its first seconds, and memory before it is used.
+        for cache in self._caches.values():
+            cache[:, :, NULL_PAGE] = 0
 
     def keys(self, group: str, layer: int) -> Tensor:
         """The keys of one layer: ``[num_pages, page_size, num_kv_heads, head_dim]``, a contiguous view."""

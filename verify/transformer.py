@@ -43,14 +43,12 @@ class Transformer:
         self._layer_group = layer_group
         self._scale = self.config.head_dim**-0.5
         self._rotary = RotaryTable(self.config.rope, self.config.head_dim, max_context)
-        self._embedding = operations.pack_linear([checkpoint.weight("model.embed_tokens.weight")])
+        embedding = checkpoint.weight("model.embed_tokens.weight")
+        self._embedding = operations.pack_embedding(embedding)
         self._layers = [_load_layer(checkpoint, operations, index) for index in range(self.config.num_layers)]
         self._norm = checkpoint.weight("model.norm.weight").dense()
-        self._head = (
-            self._embedding
-            if self.config.tie_word_embeddings
-            else operations.pack_linear([checkpoint.weight("lm_head.weight")])
-        )
+        head = embedding if self.config.tie_word_embeddings else checkpoint.weight("lm_head.weight")
+        self._head = operations.pack_linear([head])
 
     @property
     def kv_layers(self) -> LayerGroup:

@@ -29,7 +29,7 @@ MAX_PAIRS_AT_ONCE = 64
 class PairGroup:
     """(tile, block) pairs that are computed together, and what they read."""
 
-    tiles: Tensor  # [num_pairs], index of the tile
+    tiles: Tensor | None  # [num_pairs], index of the tile; None: one pair for each tile, in order
     kv_rows: Tensor  # [num_pairs * num_kv_heads * KV_BLOCK], rows of a cache seen as [pages * page_size * kv_heads, d]
     hidden: Tensor  # [num_pairs, 1, R, 1, KV_BLOCK], True where a row must not see a key
 
@@ -159,7 +159,7 @@ def _pair_group(
     if sliding_window is not None:
         hidden |= kv_positions[:, None, :] <= row_positions - sliding_window
     return PairGroup(
-        tiles=torch.from_numpy(tiles),
+        tiles=None if np.array_equal(tiles, np.arange(len(tile_seqs))) else torch.from_numpy(tiles),
         kv_rows=torch.from_numpy(kv_rows.reshape(-1)),
         hidden=torch.from_numpy(hidden)[:, None, :, None, :],
     )
@@ -203,7 +203,8 @@ def _attend(
     """Unnormalised attention of each pair: output ``[num_pairs, K, R, G, d]``, sum and maximum ``[..., 1]``."""
     head_dim = tiles.shape[-1]
     _, tile_size, group_size = heads
-    query = tiles.index_select(0, group.tiles).view(-1, tile_size * group_size, head_dim)  # [pairs * K, R * G, d]
+    query = tiles if group.tiles is None else tiles.index_select(0, group.tiles)
+    query = query.view(-1, tile_size * group_size, head_dim)  # [num_pairs * K, R * G, d]
     keys = key_cache.view(-1, head_dim).index_select(0, group.kv_rows).view(-1, KV_BLOCK, head_dim)
     values = value_cache.view(-1, head_dim).index_select(0, group.kv_rows).view(-1, KV_BLOCK, head_dim)
 

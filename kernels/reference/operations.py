@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
-from outrider.kernels.operations import AttentionPlan, PackedLinear, RaggedBatch, Weight
+from outrider.kernels.operations import AttentionPlan, PackedEmbedding, PackedLinear, RaggedBatch, Weight
 from outrider.kernels.reference import attention
 from outrider.kernels.reference.attention import ReferenceAttentionPlan
 from outrider.kernels.reference.linear import TiledLinear
@@ -25,13 +26,17 @@ class ReferenceOperations:
         assert isinstance(packed, TiledLinear)
         return packed(x)
 
-    def embedding(self, token_ids: Tensor, table: PackedLinear) -> Tensor:
-        assert isinstance(table, TiledLinear)
-        return table.columns(token_ids)
+    def pack_embedding(self, weight: Weight) -> Tensor:
+        return weight.dense()
+
+    def embedding(self, token_ids: Tensor, table: PackedEmbedding) -> Tensor:
+        assert isinstance(table, Tensor)
+        return table.index_select(0, token_ids)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        mean_square = x.square().mean(dim=-1, keepdim=True)
-        return (x * mean_square.add_(eps).rsqrt_()).mul_(weight)
+        if weight.dim() == 1:
+            return rms_norm(x, weight.shape, weight, eps)
+        return rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual

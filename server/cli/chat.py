@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import os
 import queue
+import signal
 import sys
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, TextIO
 
@@ -134,7 +135,8 @@ class Chat:
             self._tell(f"connected to {self._args.url}; /help lists the commands")
         while True:
             try:
-                line = input("> " if self._is_interactive else "").strip()
+                if not self._take_line(input("> " if self._is_interactive else "").strip()):
+                    return 1
             except EOFError:
                 if self._is_interactive:
                     self._terminal.write("\n")
@@ -144,11 +146,13 @@ class Chat:
                     raise
                 self._terminal.write("\n")
                 self._tell("Ctrl-D leaves")
-                continue
-            if line.startswith("/"):
-                self._command(line)
-            elif line and not self._turn(line) and not self._is_interactive:
-                return 1
+
+    def _take_line(self, line: str) -> bool:
+        """Do what a line says; False if that failed and nobody is there to try something else."""
+        if line.startswith("/"):
+            self._command(line)
+            return True
+        return not line or self._turn(line) or self._is_interactive
 
     def _command(self, line: str) -> None:
         match line:
@@ -196,24 +200,25 @@ class Chat:
             include=INCLUDE_DRAFTS if self._shows_drafts else (),
         )
         records: queue.SimpleQueue[Record | StreamFailed] = queue.SimpleQueue()
-        self._loop.start(self._pump(ask, records))
         sent_at, text, text_times_s = 0.0, "", []
-        while True:
-            match self._next(records):
-                case Sent(at):
-                    sent_at = at
-                case Chunk(at) as chunk:
-                    text += chunk.text
-                    text_times_s.append(at - sent_at)
-                    self._terminal.write(self._shown(chunk))
-                case Ending(at) as ending:
-                    self._terminal.write("\n")
-                    self._tell(statistics(tuple(text_times_s), at - sent_at, ending))
-                    return text, ending
-                case StreamFailed() as error:
-                    if text:
+        with self._ctrl_c_cancels():
+            self._loop.start(self._pump(ask, records))
+            while True:
+                match records.get():
+                    case Sent(at):
+                        sent_at = at
+                    case Chunk(at) as chunk:
+                        text += chunk.text
+                        text_times_s.append(at - sent_at)
+                        self._terminal.write(self._shown(chunk))
+                    case Ending(at) as ending:
                         self._terminal.write("\n")
-                    raise error
+                        self._tell(statistics(tuple(text_times_s), at - sent_at, ending))
+                        return text, ending
+                    case StreamFailed() as error:
+                        if text:
+                            self._terminal.write("\n")
+                        raise error
 
     async def _pump(self, ask: Ask, records: queue.SimpleQueue[Record | StreamFailed]) -> None:
         try:
@@ -222,13 +227,14 @@ class Chat:
         except StreamFailed as error:
             records.put(error)
 
-    def _next(self, records: queue.SimpleQueue[Record | StreamFailed]) -> Record | StreamFailed:
-        """The next record; Ctrl-C meanwhile cancels the answer, whose end is still to come."""
+    @contextlib.contextmanager
+    def _ctrl_c_cancels(self) -> Iterator[None]:
+        """Ctrl-C cancels the answer, whose end is still to come, and interrupts nothing here."""
+        before = signal.signal(signal.SIGINT, lambda *_: self._loop.start(self._connection.cancel()))
         try:
-            return records.get()
-        except KeyboardInterrupt:
-            self._loop.start(self._connection.cancel())
-            return records.get()
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _shown(self, chunk: Chunk) -> str:
         if not self._shows_drafts:

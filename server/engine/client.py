@@ -37,7 +37,14 @@ class EngineStatus:
 
 
 class EngineClient(Protocol):
-    """Submit, cancel, look. All methods are called in the event loop and return at once."""
+    """Submit, cancel, look. All methods are called in the event loop, and all but one return at once."""
+
+    async def wait_ready(self) -> ModelInfo:
+        """Wait until the engine has loaded its model.
+
+        Raises:
+            EngineUnavailable: it failed for good, or was stopped.
+        """
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Start a request. Exactly one output with a ``finish_reason`` will reach ``sink``, come what may.

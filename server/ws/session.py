@@ -84,6 +84,9 @@ class Session:
             self._drop(INTERNAL_ERROR, "internal error")
 
     async def _read(self) -> None:
+        if self._engine.status.model is None:  # the server has just started: requests wait, seconds at most
+            with contextlib.suppress(EngineUnavailable):  # each request will be told why
+                await self._engine.wait_ready()
         # Unread messages stop uvicorn from reading on: it would miss pongs, cancels and the end.
         while True:
             message = await self._websocket.receive()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.kernels.operations import NULL_PAGE
 from outrider.kvcache.storage import KVStorage, LayerGroup
 
 TARGET = LayerGroup("target", num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
@@ -20,11 +21,11 @@ def all_caches(storage: KVStorage) -> list[torch.Tensor]:
     ]
 
 
-def test_every_layer_has_contiguous_zeroed_caches_of_its_groups_shape() -> None:
+def test_every_layer_has_contiguous_caches_of_its_groups_shape_and_a_null_page_of_zeros() -> None:
     storage = KVStorage([TARGET, DRAFT], num_pages=5, page_size=16)
     shapes = [(5, 16, 2, 4)] * 6 + [(5, 16, 1, 8)] * 2
     assert [tuple(cache.shape) for cache in all_caches(storage)] == shapes
-    assert all(cache.is_contiguous() and not cache.any() for cache in all_caches(storage))
+    assert all(cache.is_contiguous() and not cache[NULL_PAGE].any() for cache in all_caches(storage))
     assert storage.keys("draft", 0).dtype == torch.bfloat16
 
 

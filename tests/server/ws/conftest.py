@@ -61,6 +61,11 @@ class EchoEngine:
         if request_id in self.running:
             self._cancelled.add(request_id)
 
+    async def wait_ready(self) -> ModelInfo:
+        if self.status.model is None:
+            raise EngineUnavailable("The engine has stopped.")
+        return self.status.model
+
     @property
     def status(self) -> EngineStatus:
         model = ModelInfo("echo", 0x110000, 20_000, "reference", "suffix", max_draft_tokens=4)
