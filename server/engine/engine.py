@@ -217,7 +217,10 @@ def _make_storage(settings: EngineSettings, model: Transformer) -> KVStorage:
         raise ValueError(
             f"kv_cache_mib is {settings.kv_cache_mib}; it must hold at least 2 pages of {page_bytes} bytes each"
         )
-    return KVStorage(groups, num_pages, settings.page_size)
+    try:
+        return KVStorage(groups, num_pages, settings.page_size)
+    except RuntimeError as error:  # what torch raises where memory ends
+        raise ValueError(f"kv_cache_mib is {settings.kv_cache_mib}; this machine has not that much memory") from error
 
 
 def _make_drafter(settings: EngineSettings) -> Drafter | None:

@@ -33,7 +33,7 @@ class SupervisorSettings:
     """How patient the supervisor is. Times in seconds."""
 
     max_open_requests: int = 256  # running, waiting in the engine and held here together
-    hang_timeout_s: float = 60.0  # without a step, while there is work
+    hang_timeout_s: float = 30.0  # without a step, while there is work
     stop_timeout_s: float = 5.0  # for an orderly end, then the process is killed
     first_backoff_s: float = 0.1  # before a restart; doubles with every death before the engine was ready
     max_backoff_s: float = 5.0
@@ -238,7 +238,7 @@ class EngineProcess:
             self._fail(f"The engine cannot be supervised: {error}")
 
     def _fail(self, death: str) -> None:
-        logger.error("%s Giving up.", death)
+        logger.error("%s. Giving up.", death.rstrip("."))
         self._set_state("failed", death)
         self._end_held(_FAILED)
         self._end_sent(_FAILED)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from outrider.server.engine.channel import ChannelClosed, EngineChannel
 from outrider.server.engine.messages import Cancel, Failed, Message, Outputs, Ready, Stop, Submit
 from outrider.server.engine.request import EngineStats, ModelInfo, Request, StepOutput
+from outrider.verify.checkpoint.config import UnsupportedCheckpoint
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _FAREWELL_S = 2.0
@@ -109,7 +110,8 @@ def _serve(channel: EngineChannel, make_engine: Callable[[], SteppedEngine]) -> 
     try:
         engine = make_engine()
     except Exception as error:
-        if not isinstance(error, OSError | ValueError):  # the user's own, most often: the sentence says it all
+        # Most often the user's own: the sentence says it all.
+        if not isinstance(error, OSError | ValueError | UnsupportedCheckpoint):
             logger.exception("The engine could not start.")
         return _fail(channel, str(error) or f"The engine could not start: {type(error).__name__}.")
     channel.send(Ready(engine.info))

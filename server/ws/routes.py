@@ -17,6 +17,8 @@ from starlette.types import ASGIApp
 from outrider.server.engine.request import ModelInfo
 from outrider.server.ws.hub import Hub
 
+STALLED_S = 10.0  # without a step while there is work; the supervisor restarts an engine that stays so
+
 
 def error_response(
     status: int, code: str, message: str, *, headers: Mapping[str, str] | None = None, param: str | None = None
@@ -45,9 +47,11 @@ def http_routes(hub: Hub) -> list[BaseRoute]:
 
     async def health(request: Request) -> Response:
         status = hub.engine.status
-        ready = status.state == "ready" and not hub.draining
+        stalled = (status.last_step_age_s or 0.0) > STALLED_S
+        ready = status.state == "ready" and not hub.draining and not stalled
+        problem = "draining" if hub.draining else "stalled" if stalled else "unavailable"
         body = {
-            "status": "ready" if ready else "draining" if hub.draining else "unavailable",
+            "status": "ready" if ready else problem,
             "engine": {
                 "state": status.state,
                 "num_restarts": status.num_restarts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from outrider.server.protocol.surroundings import ConnectionLimits
@@ -29,8 +30,10 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 (any free one) to 65535, not {self.port}")
-        if self.drain_timeout_s < 0:
-            raise ValueError(f"drain_timeout_s must be 0 or more, not {self.drain_timeout_s}")
+        for name in ("drain_timeout_s", "ping_interval_s", "ping_timeout_s", "unacknowledged_timeout_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and (value > 0 or (value == 0 and name == "drain_timeout_s"))):
+                raise ValueError(f"{name} must be a number of seconds above 0, not {value}")
         if self.max_frame_bytes < self.limits.max_message_bytes:
             raise ValueError(
                 f"max_frame_bytes ({self.max_frame_bytes}) must not be less than "

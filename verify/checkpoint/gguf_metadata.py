@@ -131,7 +131,7 @@ def read_header(path: Path) -> GGUFHeader:
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         return _Parser(path, buffer).header()
-    except (struct.error, _PastEnd) as error:
+    except (struct.error, OverflowError, MemoryError, _PastEnd) as error:  # counts and lengths that run past the end
         raise UnsupportedCheckpoint(
             f"{path} is cut off or damaged: its header runs past the end of the file; fetch the file again"
         ) from error
@@ -199,12 +199,16 @@ class _Parser:
             return self._string_array()
         code = self._scalar_code(type_id)
         count = int(self._scalar("Q"))
+        if count > len(self._buffer):
+            raise _PastEnd
         values = struct.Struct(f"<{count}{code}")
         self._pos += values.size
         return values.unpack_from(self._buffer, self._pos - values.size)
 
     def _string_array(self) -> StringArray:
         count = int(self._scalar("Q"))
+        if count > len(self._buffer) // _LENGTH.size:
+            raise _PastEnd
         # The one hot loop: 100,000 and more strings.
         buffer, unpack_from, pos = self._buffer, _LENGTH.unpack_from, self._pos
         spans = []

@@ -31,6 +31,8 @@ def resolve_source(source: str) -> Path:
         if not path.is_file():
             raise SourceNotFound(f"the default model is not at {path} yet; run: outrider models pull")
         return path
+    if not source.strip():
+        raise SourceNotFound("the model's name is empty: name a directory, a .gguf file, a hub id, or 'default'")
     path = Path(source).expanduser()
     if path.is_dir() or is_gguf(path):
         return path

@@ -197,6 +197,8 @@ def test_settings_out_of_range_are_named(changes: dict[str, Any], message: str) 
         EngineSettings("model", "name", **changes)
 
 
-def test_settings_that_do_not_fit_the_model_are_named(tiny_model: Path) -> None:
+def test_settings_that_do_not_fit_the_model_or_the_machine_are_named(tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match="kv_cache_mib is 1000000000; this machine has not that much memory"):
+        make_engine(tiny_model, kv_cache_mib=10**9)
     with pytest.raises(ValueError, match="max_context is 4096; this model was made for at most 1024 tokens"):
         make_engine(tiny_model, max_context=4096)

@@ -44,6 +44,7 @@ class EchoEngine:
     def __init__(self) -> None:
         self.step_s = 0.0
         self.state: EngineState = "ready"
+        self.last_step_age_s: float | None = None
         self.overloaded = False
         self.running: dict[str, asyncio.Task[None]] = {}
         self.requests: list[Request] = []
@@ -70,7 +71,9 @@ class EchoEngine:
     def status(self) -> EngineStatus:
         model = ModelInfo("echo", 0x110000, 20_000, "reference", "suffix", max_draft_tokens=4)
         stats = EngineStats(len(self.running), 0, 100, 60, 30, 2, 7, 50, 20)
-        return EngineStatus(self.state, 1, None, model if self.state == "ready" else None, stats, "An echo.")
+        return EngineStatus(
+            self.state, 1, self.last_step_age_s, model if self.state == "ready" else None, stats, "An echo."
+        )
 
     async def _run(self, request: Request, sink: OutputSink) -> None:
         try:

@@ -28,6 +28,14 @@ async def test_health_says_what_state_the_engine_is_in(http: Any, engine: Any) -
     assert answer.json()["status"] == "unavailable"
 
 
+async def test_an_engine_that_makes_no_step_is_not_called_ready(http: Any, engine: Any) -> None:
+    engine.last_step_age_s = 9.0  # a long step on a slow machine
+    assert (await http.get("/health")).status_code == 200
+    engine.last_step_age_s = 11.0
+    answer = await http.get("/health")
+    assert (answer.status_code, answer.json()["status"]) == (503, "stalled")
+
+
 async def test_models_lists_the_one_that_is_served(http: Any, engine: Any) -> None:
     listed = (await http.get("/v1/models")).json()
     assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["echo"])

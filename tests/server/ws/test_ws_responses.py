@@ -316,6 +316,18 @@ async def test_only_known_pages_may_connect(serve: Any, origin: str | None, allo
         assert json.loads(refused.value.response.body)["error"]["code"] == "origin_not_allowed"
 
 
+async def test_a_page_whose_name_was_pointed_at_this_machine_may_not_connect(serve: Any) -> None:
+    async with serve(settings()) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"GET /v1/responses HTTP/1.1\r\nHost: evil.example\r\nOrigin: http://evil.example\r\n"
+            b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+            b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        )
+        assert b" 403 " in await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+
+
 async def test_other_websocket_paths_are_not_found(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     async with serve() as (_, port):
         logging.getLogger("uvicorn").addHandler(caplog.handler)  # its records do not reach the root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,26 @@ def test_neither_file_nor_directory(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(UnsupportedCheckpoint, match=r"neither a Hugging Face directory nor a \.gguf file"):
         open_checkpoint(tmp_path / "model.bin")
+
+
+def test_a_header_with_random_damage_is_refused_or_read_but_never_crashes(
+    write_gguf: Any, tiny: Any, tmp_path: Path
+) -> None:
+    words = ["x", "yy", "zzz"] * 40
+    intact = write_gguf("llama", tiny.metadata("llama") | {"a.words": words}, tiny.tensors()).read_bytes()
+    header = intact.rindex(b"blk.0.") + 60
+    rng = random.Random(5)
+    refused = 0
+    for number in range(400):
+        damaged = bytearray(intact)
+        start = rng.randrange(8, header)
+        for position in range(start, min(start + rng.choice([1, 8, 60]), header)):
+            damaged[position] = rng.randrange(256)
+        path = tmp_path / f"damaged{number}.gguf"  # a name of its own: nothing may come from a cache
+        path.write_bytes(damaged)
+        try:
+            open_checkpoint(path)
+        except UnsupportedCheckpoint:
+            refused += 1
+        path.unlink()
+    assert refused > 100

@@ -74,3 +74,9 @@ def test_a_hub_id_in_the_local_cache_needs_no_network(monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert resolve_source("org/name") == snapshot
+
+
+def test_an_empty_name_is_not_the_present_directory() -> None:
+    for source in ("", "  "):
+        with pytest.raises(SourceNotFound, match="the model's name is empty"):
+            resolve_source(source)
