@@ -109,7 +109,7 @@ def test_piped_lines_are_turns_of_one_dialogue_and_only_answers_reach_stdout(
         assert chat(monkeypatch, url, "One?\n\nTwo?\n", *options) == 0
     shown = capsys.readouterr()
     assert shown.out == "Hello world!\nHello world!\n"
-    assert shown.err.count("4 tokens") == 2
+    assert shown.err.count("· 4 tokens,") == 2
     assert "acceptance length 2.50" in shown.err
     first, second = server.requests
     assert first["input"] == [{"role": "user", "content": "One?"}]
