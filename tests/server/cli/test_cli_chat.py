@@ -250,6 +250,7 @@ def test_ctrl_c_cancels_the_answer_and_keeps_the_chat_and_ctrl_d_leaves() -> Non
         screen.read_until("> ")
         # Python's input() misses a signal that comes in the instant between its prompt and its wait.
         screen.read_until("Ctrl-D leaves", again=lambda: process.send_signal(signal.SIGINT))
+        screen.read_until("> ")  # before it the terminal would take Ctrl-D for itself
         screen.type("\x04")
         assert process.wait(20) == 0
     assert server.num_cancelled == 1
