@@ -413,7 +413,7 @@ def drafts_by_probs(count: int) -> list[tuple[int, ...]]:
 
 
 def test_sampled_pairs_follow_the_model_when_drafts_were_sampled(sampler: Sampler) -> None:
-    pairs = draw_pairs(sampler, drafts_by_probs(12_000), PAIR_DRAFT_PROBS)
+    pairs = draw_pairs(sampler, drafts_by_probs(50_000), PAIR_DRAFT_PROBS)
     assert_pairs_follow_the_model(pairs)
 
 
