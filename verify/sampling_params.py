@@ -70,14 +70,16 @@ class SamplingParams:
         finite("repetition_penalty", 0.01, 100.0)
         finite("presence_penalty", -2.0, 2.0)
         finite("frequency_penalty", -2.0, 2.0)
-        for bias in self.logit_bias.values():
-            require(math.isfinite(bias) and -100.0 <= bias <= 100.0, "logit_bias", "must hold biases from -100 to 100")
-        require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"must be at most {MAX_STOP_STRINGS} strings")
-        require(
-            all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop),
-            "stop",
-            f"must hold 1 to {MAX_STOP_CHARS} characters each",
-        )
+        for token_id, bias in self.logit_bias.items():
+            if not (math.isfinite(bias) and -100.0 <= bias <= 100.0):
+                message = f"logit_bias must hold biases from -100 to 100, not {bias} for token {token_id}"
+                raise InvalidParameter("logit_bias", message)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidParameter("stop", f"stop must be at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}")
+        for text in self.stop:
+            if not 0 < len(text) <= MAX_STOP_CHARS:
+                message = f"stop must hold strings of 1 to {MAX_STOP_CHARS} characters; one has {len(text)}"
+                raise InvalidParameter("stop", message)
         require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"must be from 0 to {MAX_LOGPROBS}"
         )

@@ -64,7 +64,10 @@ def parse_sampling(fields: Fields, model: ModelInfo, *, seed: int, logprobs: boo
         params.check_token_ids(model.vocab_size)
     except InvalidParameter as error:
         wire_name = _WIRE_NAMES.get(error.name, error.name)
-        message = str(error).replace(error.name, f"'{wire_name}'", 1)[:_MAX_MESSAGE] + "."
+        message = str(error)
+        for name, on_the_wire in {**_WIRE_NAMES, error.name: wire_name}.items():
+            message = re.sub(rf"\b{name}\b", f"'{on_the_wire}'", message)
+        message = message[:_MAX_MESSAGE] + "."
         raise ProtocolError(ErrorCode.INVALID_VALUE, message, wire_name) from None
     return params
 
