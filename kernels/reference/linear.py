@@ -16,9 +16,9 @@ _proven: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
 
 class TiledLinear:
-    """Weights packed once by oneDNN, where torch has it: 8 rows then cost 1.3 times one row.
+    """Weights packed once by oneDNN, where torch has it: 8 rows then cost 1.2 to 1.4 times one row.
 
-    MKL's ordinary product packs all the weights anew at every call, and 8 rows cost 2.6 times one (measured,
+    MKL's ordinary product packs all the weights anew at every call, and 8 rows cost 2.6 to 2.8 times one (measured,
     60 layers of 576 x 3072, 2 threads). It serves where oneDNN is missing.
     """
 

@@ -47,8 +47,8 @@ def launch(settings: Mapping[str, object], engine: str | None = None) -> EngineW
             command += ["--engine", engine]
         try:
             # Kernel threads that spin long while they wait starve each other as soon as anything else wants a
-            # core. Measured, ms a pass: default 55 quiet, 600 beside a busy process; 2000 turns 65 and 110;
-            # no spinning at all 80 and 100.
+            # core. Measured, ms a pass, quiet and beside a busy process: 50,000 turns 72 and 641; 2,000 turns
+            # 73 and 111; no spinning at all 81 and 106.
             environment = {"GOMP_SPINCOUNT": "2000", **os.environ}
             # Standard output belongs to the command line; what the engine prints goes to standard error.
             process = subprocess.Popen(
