@@ -38,7 +38,7 @@ types: $(VENV)/test.stamp
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) build kernels/cpu/_native.*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A broken or missing interpreter (an upgraded system Python) makes a new environment, without stamps.
@@ -51,12 +51,18 @@ $(BIN)/python:
 	echo 'Outrider needs Python 3.11 or newer with its venv module: install it (Debian, Ubuntu: apt install' \
 	     'python3 python3-venv) or name one: make PYTHON=/path/to/python3.12 serve' >&2; exit 1
 
-$(VENV)/serve.stamp: pyproject.toml constraints.txt | $(BIN)/python
+# Installing builds the native kernels too; where that fails it succeeds without them, and `outrider serve` tells.
+INSTALLED := pyproject.toml setup.py constraints.txt $(wildcard kernels/cpu/native/*)
+
+$(VENV)/serve.stamp: $(INSTALLED) | $(BIN)/python
 	@echo 'Installing the pinned dependencies into $(VENV); the first time takes a few minutes.'
-	@$(INSTALL) setuptools
+	@$(INSTALL) setuptools pybind11
 	@$(INSTALL) --editable .
 	@touch $@
 
-$(VENV)/test.stamp: $(VENV)/serve.stamp clients/python/pyproject.toml
+# It has all that serving needs: nothing is built twice.
+$(VENV)/test.stamp: $(INSTALLED) clients/python/pyproject.toml | $(BIN)/python
+	@echo "Installing the pinned dependencies and the tests' into $(VENV); the first time takes a few minutes."
+	@$(INSTALL) setuptools pybind11
 	@$(INSTALL) --editable '.[test]' --editable clients/python
-	@touch $@
+	@touch $(VENV)/serve.stamp $@

@@ -3,6 +3,10 @@
 Three implementations share these signatures: ``reference`` (plain torch, the truth), ``cpu`` (native
 SIMD) and ``triton`` (GPUs). The transformer, the page pool and the engine know only this module.
 
+The layers of a decoder are one operation, ``decode``: what lies between two matrix products is so little that
+an implementation must be free to fuse it. ``composed_decoder.py`` spells it in the small operations, and says
+with that what every fusion must compute.
+
 What every implementation must keep, beyond computing the right thing:
 
 *Row invariance.* A row of any result is bitwise the same whoever shares the pass: one row or five
@@ -21,7 +25,10 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
+
+from outrider.kernels.cpu.availability import native_problem, usable_cpus
 
 NULL_PAGE = 0
 """The page that is never allocated and holds zeros."""
@@ -62,6 +69,39 @@ class PackedEmbedding(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """What all layers of a decoder have in common."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+
+    @property
+    def attention_scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """The weights of one layer, packed by the kernels that will read them."""
+
+    input_norm: Tensor  # [hidden_size]
+    qkv: PackedLinear
+    query_key_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim], a weight for each head of q, then of k
+    attention_output: PackedLinear
+    mlp_norm: Tensor  # [hidden_size]
+    gate_up: PackedLinear
+    down: PackedLinear
+    has_window: bool
+
+
+class PackedDecoder(Protocol):
+    """The layers of a decoder in the form one implementation runs them in; opaque to everyone else."""
+
+
+@dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """Which rows one pass computes: for each sequence a run of consecutive positions, laid end to end.
 
@@ -89,6 +129,16 @@ class AttentionPlan(Protocol):
     """What an implementation derives once a pass from a ``RaggedBatch`` and reuses in every layer."""
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderPass:
+    """What the layers of one pass share."""
+
+    cos: Tensor  # [num_tokens, head_dim // 2], the rows' rotary angles
+    sin: Tensor
+    full_plan: AttentionPlan | None  # for layers that see everything; None if there are none
+    window_plan: AttentionPlan | None  # for layers with a sliding window
+
+
 class Operations(Protocol):
     """The operations themselves. Tensors are float32 unless an implementation documents otherwise."""
 
@@ -108,6 +158,9 @@ class Operations(Protocol):
     def pack_embedding(self, weight: Weight) -> PackedEmbedding:
         """Prepare a table of ``[vocab_size, hidden_size]`` for lookups."""
 
+    def tied_head(self, table: PackedEmbedding) -> PackedLinear:
+        """The table as the linear layer of a head that shares its weights; one memory for both where that can be."""
+
     def embedding(self, token_ids: Tensor, table: PackedEmbedding) -> Tensor:
         """Rows of the table: int64 ``[num_tokens]`` to ``[num_tokens, hidden_size]``."""
 
@@ -116,9 +169,6 @@ class Operations(Protocol):
 
         ``weight``: ``[n]`` for rows ``[..., n]``, or ``[num_heads, n]`` for ``[num_tokens, num_heads, n]``.
         """
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """``(rms_norm(x + residual), x + residual)``, both ``[num_tokens, hidden_size]``."""
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the two halves of each head (Su et al. 2021, in GPT-NeoX's half-split layout).
@@ -129,11 +179,18 @@ class Operations(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` of ``[num_tokens, 2 * intermediate_size]``, gate first."""
 
+    def kv_layout(self, head_dim: int) -> tuple[torch.dtype, int]:
+        """What a cache is made of: its dtype, and its ``width``, the elements of one token and KV head.
+
+        Only the size is agreed upon. How an implementation orders what is inside a page is its own business;
+        pages are copied and moved whole.
+        """
+
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan) -> None:
         """Store the rows' keys and values in their slots.
 
         ``key``, ``value``: ``[num_tokens, num_kv_heads, head_dim]``;
-        caches: ``[num_pages, page_size, num_kv_heads, head_dim]``.
+        caches: ``[num_pages, page_size, num_kv_heads, width]``, see ``kv_layout``.
         """
 
     def plan_attention(
@@ -156,21 +213,62 @@ class Operations(Protocol):
         KV head ``h // (num_heads // num_kv_heads)``. The rows' own KV must have been written before.
         """
 
+    def pack_decoder(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> PackedDecoder:
+        """Prepare layers for ``decode``. Their linear layers must come from ``pack_linear``."""
+
+    def decode(
+        self,
+        residual: Tensor,
+        decoder: PackedDecoder,
+        cache: Tensor,
+        decoder_pass: DecoderPass,
+        first_layer: int = 0,
+        last_layer: int | None = None,
+    ) -> Tensor:
+        """Run the layers ``first_layer`` to ``last_layer`` (exclusive; None: all) and write their keys and values.
+
+        ``residual``: ``[num_tokens, hidden_size]``, what the layer before left; it may be changed in place.
+        ``cache``: ``[num_layers, 2, num_pages, page_size, num_kv_heads, width]``, keys before values.
+        Returns the residual stream after the last of them, not normalised.
+        """
+
     def argmax(self, logits: Tensor) -> Tensor:
-        """The lowest id among the largest of each row: ``[num_rows, vocab_size]`` to int64 ``[num_rows]``."""
+        """The lowest id among the largest of each row: ``[num_rows, vocab_size]`` to int64 ``[num_rows]``.
+
+        -1 for a row that cannot be chosen from: it holds NaN or +infinity, or nothing finite.
+        """
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """Row-wise, ``[num_rows, vocab_size]``."""
 
 
-def load_operations(name: str) -> Operations:
+def load_operations(
+    name: str, *, num_threads: int = 0, quantize: str = "none", kv_cache_dtype: str = "auto"
+) -> Operations:
     """The implementation called ``name``.
 
+    Args:
+        name: ``cpu`` or ``reference``.
+        num_threads: of the native kernels; 0: one for every processor this process may keep busy.
+        quantize: what weights stored as floats become: ``none``, ``int8`` or ``int4``. Native kernels only.
+        kv_cache_dtype: ``f32``, ``f16``, ``int8``, or ``auto``: what suits the implementation.
+
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of that name, it is not built, or it cannot do what is asked.
     """
+    if name == "cpu":
+        if (problem := native_problem()) is not None:
+            raise ValueError(problem)
+        from outrider.kernels.cpu.operations import CpuOperations
+
+        return CpuOperations(num_threads=num_threads or usable_cpus(), quantize=quantize, kv_cache_dtype=kv_cache_dtype)
     if name == "reference":
         from outrider.kernels.reference.operations import ReferenceOperations
 
+        if quantize != "none" or kv_cache_dtype not in ("auto", "f32"):
+            raise ValueError(
+                f"the reference kernels quantise nothing and keep keys and values as f32; they cannot do "
+                f"quantize={quantize!r} with kv_cache_dtype={kv_cache_dtype!r}"
+            )
         return ReferenceOperations()
-    raise ValueError(f"no kernels called {name!r}; there are: reference")
+    raise ValueError(f"no kernels called {name!r}; there are: reference, cpu")

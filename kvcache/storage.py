@@ -18,13 +18,13 @@ class LayerGroup:
     name: str
     num_layers: int
     num_kv_heads: int
-    head_dim: int
+    width: int  # elements of one token and KV head: head_dim, or what the kernels make of it
     dtype: torch.dtype
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers of the group."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.width * self.dtype.itemsize
 
 
 class KVStorage:
@@ -46,10 +46,10 @@ class KVStorage:
         self.groups = tuple(groups)
         self.num_pages = num_pages
         self.page_size = page_size
-        # name -> [num_layers, 2 (key, value), num_pages, page_size, num_kv_heads, head_dim]
+        # name -> [num_layers, 2 (key, value), num_pages, page_size, num_kv_heads, width]
         self._caches = {
             group.name: torch.empty(
-                (group.num_layers, 2, num_pages, page_size, group.num_kv_heads, group.head_dim),
+                (group.num_layers, 2, num_pages, page_size, group.num_kv_heads, group.width),
                 dtype=group.dtype,
                 device=device,
             )
@@ -59,12 +59,16 @@ class KVStorage:
         for cache in self._caches.values():
             cache[:, :, NULL_PAGE] = 0
 
+    def layers(self, group: str) -> Tensor:
+        """Keys and values of all layers of a group: ``[num_layers, 2, num_pages, page_size, num_kv_heads, width]``."""
+        return self._caches[group]
+
     def keys(self, group: str, layer: int) -> Tensor:
-        """The keys of one layer: ``[num_pages, page_size, num_kv_heads, head_dim]``, a contiguous view."""
+        """The keys of one layer: ``[num_pages, page_size, num_kv_heads, width]``, a contiguous view."""
         return self._caches[group][layer, 0]
 
     def values(self, group: str, layer: int) -> Tensor:
-        """The values of one layer: ``[num_pages, page_size, num_kv_heads, head_dim]``, a contiguous view."""
+        """The values of one layer: ``[num_pages, page_size, num_kv_heads, width]``, a contiguous view."""
         return self._caches[group][layer, 1]
 
     def copy_page(self, source: int, destination: int) -> None:

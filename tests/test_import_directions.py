@@ -25,6 +25,7 @@ SOURCE_FOLDERS = ("server", "draft", "verify", "kvcache", "kernels")
 
 # The server process holds these from its first moment; importing torch would cost it seconds.
 TORCH_FREE = [
+    "kernels/cpu/availability.py",
     "server/cli",
     "server/protocol",
     "server/ws",

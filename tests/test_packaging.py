@@ -1,11 +1,15 @@
-"""What is installed is what lies on disk, and nothing on disk hides a package of somebody else."""
+"""What is installed is what lies on disk, and nothing on disk hides a package of somebody else.
+
+How the native kernels are built: ``test_native_build.py``.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
@@ -14,9 +18,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from unbuilt_copy import FOLDERS, ROOT, copy_project
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("server", "draft", "verify", "kvcache", "kernels")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -48,7 +51,7 @@ def test_only_the_kernels_folder_has_no_init() -> None:
     assert without == {Path("kernels")}
 
 
-@pytest.mark.parametrize("name", ["__init__.py", "conftest.py", "setup.py", "setup.cfg"])
+@pytest.mark.parametrize("name", ["__init__.py", "conftest.py", "setup.cfg"])
 def test_the_root_is_no_package_and_no_test_folder(name: str) -> None:
     assert not (ROOT / name).exists()
 
@@ -59,22 +62,30 @@ def test_test_folders_are_no_packages() -> None:
 
 def test_the_wheel_holds_every_source_file_and_the_command(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: building in the tree leaves files that hide what is missing
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_project(source)
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source]
-    subprocess.run([*map(str, build), "--no-index", "--quiet"], check=True)
+    no_compiler = {"CC": "/absent", "CXX": "/absent"}  # it must do without, and that is quicker
+    subprocess.run([*map(str, build), "--no-index", "--quiet"], check=True, env=os.environ | no_compiler)
 
     (wheel,) = tmp_path.glob("outrider-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        (entry_points,) = (name for name in names if name.endswith("/entry_points.txt"))
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (entry_points,) = (name for name in archive.namelist() if name.endswith("/entry_points.txt"))
         assert "outrider = outrider.server.cli.main:main" in archive.read(entry_points).decode()
-    assert {name.removeprefix("outrider/") for name in names if name.endswith(".py")} == source_files()
+        assert any(name.endswith("/licenses/LICENSE") for name in archive.namelist())
+    assert {name.removeprefix("outrider/") for name in names} == source_files() | {"kernels/cpu/_native.pyi"}
     assert "outrider/kernels/operations.py" in names
-    assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_the_source_distribution_holds_all_that_builds_the_native_kernels(tmp_path: Path) -> None:
+    copy_project(tmp_path)
+    subprocess.run([sys.executable, "setup.py", "--quiet", "sdist"], cwd=tmp_path, check=True, capture_output=True)
+    (archive,) = (tmp_path / "dist").glob("outrider-*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    native = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels/cpu/native").iterdir()}
+    assert any(name.endswith(".h") for name in native)
+    assert names >= native | {"setup.py", "kernels/cpu/_native.pyi"} | source_files()
 
 
 def test_transformers_does_not_take_our_kernels_folder_for_hugging_faces() -> None:
@@ -87,7 +98,8 @@ def test_transformers_does_not_take_our_kernels_folder_for_hugging_faces() -> No
 
 def test_every_dependency_is_pinned_within_its_range() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    declared = [*PROJECT["project"]["dependencies"], *(line for lines in extras.values() for line in lines)]
+    declared = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
+    declared += (line for lines in extras.values() for line in lines)
     for requirement in map(Requirement, declared):
         (pin,) = pins()[canonicalize_name(requirement.name)].specifier
         assert pin.operator == "==", f"{requirement.name} is not pinned to one version"

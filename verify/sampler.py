@@ -18,7 +18,7 @@ from outrider.verify.logits import LogitsProcessor
 from outrider.verify.logprobs import token_logprobs
 from outrider.verify.sampling_params import SamplingParams, TokenLogprob
 
-_NO_CHOICE = -1  # of a row without a finite logit
+_NO_CHOICE = -1  # what argmax says of a row that cannot be chosen from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +94,7 @@ class Sampler:
             return [None] * len(requests)
         plain_rows = [rows for rows, plain in zip(rows_of, is_plain, strict=True) if plain]
         logits = all_logits if all(is_plain) else torch.cat(plain_rows)
-        usable = torch.isfinite(logits.amax(dim=1))  # amax hands on NaN
-        choices = iter(torch.where(usable, self._operations.argmax(logits), _NO_CHOICE).tolist())
+        choices = iter(self._operations.argmax(logits).tolist())
         return [
             list(islice(choices, request.num_rows)) if plain else None
             for request, plain in zip(requests, is_plain, strict=True)

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from outrider.kernels.operations import AttentionPlan, Operations, PackedLinear, RaggedBatch
+from outrider.kernels.operations import (
+    AttentionPlan,
+    DecoderLayer,
+    DecoderPass,
+    DecoderShape,
+    Operations,
+    PackedLinear,
+    RaggedBatch,
+)
 from outrider.kvcache.storage import KVStorage, LayerGroup
 from outrider.verify.checkpoint.checkpoint import Checkpoint
 from outrider.verify.checkpoint.config import ModelConfig
 from outrider.verify.rope import RotaryTable
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """The weights of one layer, packed by the kernels that will read them."""
-
-    input_norm: Tensor  # [hidden_size]
-    qkv: PackedLinear
-    query_key_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim], a weight for each head of q, then of k
-    attention_output: PackedLinear
-    mlp_norm: Tensor  # [hidden_size]
-    gate_up: PackedLinear
-    down: PackedLinear
-    has_window: bool
 
 
 class Transformer:
@@ -41,20 +33,24 @@ class Transformer:
         self.config = checkpoint.config
         self._operations = operations
         self._layer_group = layer_group
-        self._scale = self.config.head_dim**-0.5
         self._rotary = RotaryTable(self.config.rope, self.config.head_dim, max_context)
         embedding = checkpoint.weight("model.embed_tokens.weight")
         self._embedding = operations.pack_embedding(embedding)
-        self._layers = [_load_layer(checkpoint, operations, index) for index in range(self.config.num_layers)]
+        layers = [_load_layer(checkpoint, operations, index) for index in range(self.config.num_layers)]
+        self._decoder = operations.pack_decoder(layers, _shape(self.config))
+        self._has_window = {layer.has_window for layer in layers}
         self._norm = checkpoint.weight("model.norm.weight").dense()
-        head = embedding if self.config.tie_word_embeddings else checkpoint.weight("lm_head.weight")
-        self._head = operations.pack_linear([head])
+        if self.config.tie_word_embeddings:
+            self._head = operations.tied_head(self._embedding)
+        else:
+            self._head = operations.pack_linear([checkpoint.weight("lm_head.weight")])
 
     @property
     def kv_layers(self) -> LayerGroup:
         """The room its keys and values need in every page."""
         config = self.config
-        return LayerGroup(self._layer_group, config.num_layers, config.num_kv_heads, config.head_dim, torch.float32)
+        dtype, width = self._operations.kv_layout(config.head_dim)
+        return LayerGroup(self._layer_group, config.num_layers, config.num_kv_heads, width, dtype)
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, storage: KVStorage) -> Tensor:
         """Compute the rows of ``batch`` and write their keys and values.
@@ -62,46 +58,16 @@ class Transformer:
         ``token_ids``: int64 ``[num_tokens]``. Returns the last hidden states ``[num_tokens, hidden_size]``,
         normalised, ready for ``logits``.
         """
-        ops, eps = self._operations, self.config.rms_norm_eps
+        ops = self._operations
         cos, sin = self._rotary.at(torch.from_numpy(batch.positions))
-        full_plan, window_plan = self._plans(batch, storage.page_size)
+        decoder_pass = DecoderPass(cos, sin, *self._plans(batch, storage.page_size))
         residual = ops.embedding(token_ids, self._embedding)
-        hidden = ops.rms_norm(residual, self._layers[0].input_norm, eps)
-        for index, layer in enumerate(self._layers):
-            plan = window_plan if layer.has_window else full_plan
-            assert plan is not None
-            attended = self._attention(layer, index, hidden, cos, sin, storage, plan)
-            hidden, residual = ops.add_rms_norm(attended, residual, layer.mlp_norm, eps)
-            transformed = ops.linear(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
-            is_last = index + 1 == len(self._layers)
-            next_norm = self._norm if is_last else self._layers[index + 1].input_norm
-            hidden, residual = ops.add_rms_norm(transformed, residual, next_norm, eps)
-        return hidden
+        residual = ops.decode(residual, self._decoder, storage.layers(self._layer_group), decoder_pass)
+        return ops.rms_norm(residual, self._norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: ``[num_rows, hidden_size]`` from ``forward`` to ``[num_rows, vocab_size]``."""
         return self._operations.linear(hidden, self._head)
-
-    def _attention(
-        self,
-        layer: DecoderLayer,
-        index: int,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        storage: KVStorage,
-        plan: AttentionPlan,
-    ) -> Tensor:
-        ops, config = self._operations, self.config
-        qkv = ops.linear(hidden, layer.qkv).view(len(hidden), -1, config.head_dim)
-        query_key, value = qkv.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=1)
-        if layer.query_key_norm is not None:
-            query_key = ops.rms_norm(query_key, layer.query_key_norm, config.rms_norm_eps)
-        query, key = ops.rotary(query_key, cos, sin).split((config.num_heads, config.num_kv_heads), dim=1)
-        keys, values = storage.keys(self._layer_group, index), storage.values(self._layer_group, index)
-        ops.write_kv(key, value, keys, values, plan)
-        attended = ops.paged_attention(query, keys, values, self._scale, plan)
-        return ops.linear(attended.reshape(len(hidden), -1), layer.attention_output)
 
     def _plans(self, batch: RaggedBatch, page_size: int) -> tuple[AttentionPlan | None, AttentionPlan | None]:
         """One plan for the layers that see everything, one for those with a window; None where there are none."""
@@ -112,8 +78,12 @@ class Transformer:
                 batch, page_size, config.num_heads, config.num_kv_heads, config.head_dim, window
             )
 
-        windows = {layer.has_window for layer in self._layers}
-        return plan(None) if False in windows else None, plan(config.sliding_window) if True in windows else None
+        full = plan(None) if False in self._has_window else None
+        return full, plan(config.sliding_window) if True in self._has_window else None
+
+
+def _shape(config: ModelConfig) -> DecoderShape:
+    return DecoderShape(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
 
 
 def _load_layer(checkpoint: Checkpoint, operations: Operations, index: int) -> DecoderLayer:

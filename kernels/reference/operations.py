@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from outrider.kernels.operations import AttentionPlan, PackedEmbedding, PackedLinear, RaggedBatch, Weight
+from outrider.kernels.composed_decoder import ComposedDecoder
+from outrider.kernels.operations import (
+    AttentionPlan,
+    DecoderLayer,
+    DecoderPass,
+    DecoderShape,
+    PackedDecoder,
+    PackedEmbedding,
+    PackedLinear,
+    RaggedBatch,
+    Weight,
+)
 from outrider.kernels.reference import attention
 from outrider.kernels.reference.attention import ReferenceAttentionPlan
 from outrider.kernels.reference.linear import TiledLinear
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTable:
+    """An embedding table, ``rows`` ``[vocab_size, hidden_size]``."""
+
+    weight: Weight
+    rows: Tensor
 
 
 class ReferenceOperations:
@@ -26,21 +46,21 @@ class ReferenceOperations:
         assert isinstance(packed, TiledLinear)
         return packed(x)
 
-    def pack_embedding(self, weight: Weight) -> Tensor:
-        return weight.dense()
+    def pack_embedding(self, weight: Weight) -> DenseTable:
+        return DenseTable(weight, weight.dense())
+
+    def tied_head(self, table: PackedEmbedding) -> TiledLinear:
+        assert isinstance(table, DenseTable)
+        return TiledLinear([table.weight], None)
 
     def embedding(self, token_ids: Tensor, table: PackedEmbedding) -> Tensor:
-        assert isinstance(table, Tensor)
-        return table.index_select(0, token_ids)
+        assert isinstance(table, DenseTable)
+        return table.rows.index_select(0, token_ids)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dim() == 1:
             return rms_norm(x, weight.shape, weight, eps)
         return rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos[:, None, :], sin[:, None, :]
@@ -50,6 +70,9 @@ class ReferenceOperations:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return (gate / gate.neg().exp_().add_(1.0)).mul_(up)
+
+    def kv_layout(self, head_dim: int) -> tuple[torch.dtype, int]:
+        return torch.float32, head_dim
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan) -> None:
         assert isinstance(plan, ReferenceAttentionPlan)
@@ -73,8 +96,24 @@ class ReferenceOperations:
         assert isinstance(plan, ReferenceAttentionPlan)
         return attention.paged_attention(query, key_cache, value_cache, scale, plan)
 
+    def pack_decoder(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> ComposedDecoder:
+        return ComposedDecoder(layers, shape)
+
+    def decode(
+        self,
+        residual: Tensor,
+        decoder: PackedDecoder,
+        cache: Tensor,
+        decoder_pass: DecoderPass,
+        first_layer: int = 0,
+        last_layer: int | None = None,
+    ) -> Tensor:
+        assert isinstance(decoder, ComposedDecoder)
+        return decoder.run(self, residual, cache, decoder_pass, first_layer, last_layer)
+
     def argmax(self, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1)
+        usable = torch.isfinite(logits.amax(dim=-1))  # amax hands on NaN
+        return torch.where(usable, logits.argmax(dim=-1), -1)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits, dim=-1)

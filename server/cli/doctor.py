@@ -14,8 +14,14 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal
 
+from outrider.kernels.cpu.availability import (
+    instruction_sets,
+    native_problem,
+    selected_instruction_set,
+    usable_cpus,
+)
 from outrider.server.cli.machine import available_memory, gpu_driver, read_processor
-from outrider.server.cli.options import defaults
+from outrider.server.engine.settings import KERNELS
 
 DESCRIPTION = """\
 Looks at this machine as `outrider serve` would, without starting anything or going online, and says what
@@ -27,6 +33,9 @@ examples:
   outrider doctor                         for people
   outrider doctor --json                  for programs: {"ready": true, "findings": [...]}
 
+environment variables:
+  OUTRIDER_CPU_ISA                        the instruction set that the cpu kernels use; else the best one
+
 exit codes:
   0  a model can be served      1  something is missing; the lines marked MISSING say how to get it
 """
@@ -36,10 +45,10 @@ _LOW_MEMORY = 2 << 30  # bytes; the default model takes one for its weights and 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. ``missing``: nothing can be served without; ``note``: worth knowing."""
+    """One thing looked at. ``missing``: nothing can be served; ``warn``: but badly; ``note``: worth knowing."""
 
     topic: str
-    state: Literal["ok", "note", "missing"]
+    state: Literal["ok", "note", "warn", "missing"]
     text: str
     remedy: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(finding: Finding) -> None:
-    mark = {"ok": "", "note": "note: ", "missing": "MISSING: "}[finding.state]
+    mark = {"ok": "", "note": "note: ", "warn": "WARNING: ", "missing": "MISSING: "}[finding.state]
     print(f"{finding.topic:<9} {mark}{finding.text}")
     if finding.remedy:
         print(f"{'':<9} -> {finding.remedy}")
@@ -123,12 +132,19 @@ def examine_torch() -> Iterator[Finding]:
 
 
 def examine_kernels() -> Iterator[Finding]:
-    from outrider.server.engine.settings import KERNELS, EngineSettings
-
-    used = defaults(EngineSettings)["kernels"]
-    others = [name for name in KERNELS if name != used]
-    text = used + (f" (also here: {', '.join(others)})" if others else "")
-    yield Finding("kernels", "ok", text, facts={"used": used, "known": KERNELS})
+    facts: dict[str, Any] = {"used": "reference", "known": [name for name in KERNELS if name != "auto"]}
+    if (problem := native_problem()) is not None:
+        yield Finding("kernels", "warn", "reference: plain torch, the slow path", problem, facts)
+        return
+    facts |= {"used": "cpu", "instruction_sets": instruction_sets(), "num_threads": usable_cpus()}
+    others = ", ".join(facts["instruction_sets"])
+    try:
+        selected = facts["instruction_set"] = selected_instruction_set()
+    except ValueError as error:
+        yield Finding("kernels", "missing", str(error), f"unset OUTRIDER_CPU_ISA, or choose of {others}", facts)
+        return
+    text = f"cpu: native, using {selected} (this processor can run {others}), {facts['num_threads']} threads"
+    yield Finding("kernels", "ok", text, facts=facts)
 
 
 def examine_model() -> Iterator[Finding]:

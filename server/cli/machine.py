@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from outrider.kernels.cpu.availability import usable_cpus
 
 SIMD_FLAGS = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
@@ -18,7 +19,7 @@ SIMD_FLAGS = (
 @dataclass(frozen=True, slots=True)
 class Processor:
     model: str
-    num_cores: int  # that this process may use
+    num_cores: int  # that this process may keep busy, which in a container can be fewer than there are
     simd: tuple[str, ...]
 
 
@@ -32,16 +33,9 @@ def read_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
     flags = set((fields.get("flags") or fields.get("features") or "").split())
     return Processor(
         model=fields.get("model name") or platform.processor() or platform.machine(),
-        num_cores=usable_cores(),
+        num_cores=usable_cpus(),
         simd=tuple(flag for flag in SIMD_FLAGS if flag in flags),
     )
-
-
-def usable_cores() -> int:
-    """Cores this process is allowed to run on, which in a container can be fewer than there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:

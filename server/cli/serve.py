@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from outrider.kernels.cpu.availability import native_problem, selected_instruction_set, usable_cpus
 from outrider.server.cli.main import CommandFailed
 from outrider.server.cli.models import pull
 from outrider.server.cli.options import add_options, make_settings
 from outrider.server.engine.launch import EngineWorker, launch
-from outrider.server.engine.settings import DRAFTERS, KERNELS, EngineSettings
+from outrider.server.engine.settings import DRAFTERS, KERNELS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from outrider.server.protocol.prompt import PromptBuilder
 from outrider.server.protocol.surroundings import ConnectionLimits
 from outrider.server.ws.settings import ServerSettings
@@ -35,6 +36,10 @@ examples:
   outrider serve --model Qwen/Qwen3-0.6B --kv-cache-mib 4096
   outrider serve --max-draft-tokens 0     no speculation: the same answers, later
 
+environment variables:
+  OUTRIDER_CACHE              where the default model is kept (else XDG_CACHE_HOME/outrider, else ~/.cache/outrider)
+  OUTRIDER_CPU_ISA            the instruction set of the cpu kernels, such as scalar; else the best (outrider doctor)
+
 signals:
   SIGTERM, SIGINT (Ctrl-C)    finish what runs, for at most --drain-timeout-s; a second one ends at once
 
@@ -43,8 +48,10 @@ exit codes:
 """
 
 ENGINE_OPTIONS = {
-    "kernels": "who computes",
-    "num_threads": "threads of the kernels; 0: one per core",
+    "kernels": "who computes: cpu (native), reference (plain torch, slow), auto: cpu where it is built",
+    "num_threads": "threads of the kernels; 0: one per core that this process may use",
+    "quantize": "what the weights of a Hugging Face model become (cpu kernels); those of a GGUF file stay as they are",
+    "kv_cache_dtype": "form of keys and values in memory; auto: f16 with the cpu kernels, f32 with the reference",
     "max_context": "tokens of prompt and answer together; 0: what the model was made for, at most 8192",
     "kv_cache_mib": "memory for keys and values, in MiB",
     "page_size": "tokens in a page of that memory",
@@ -100,7 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let web pages of this origin connect, such as https://example.org; * for all. Can be given "
         "several times; pages of this machine always may",
     )
-    choices = {"kernels": KERNELS, "drafter": DRAFTERS, "log_level": LOG_LEVELS}
+    choices = {"kernels": KERNELS, "quantize": QUANTIZATIONS, "kv_cache_dtype": KV_CACHE_DTYPES}
+    choices |= {"drafter": DRAFTERS, "log_level": LOG_LEVELS}
     add_options(parser.add_argument_group("engine"), EngineSettings, ENGINE_OPTIONS, choices)
     add_options(parser.add_argument_group("speculation"), EngineSettings, SPECULATION_OPTIONS, choices)
     add_options(parser.add_argument_group("server"), ServerSettings, SERVER_OPTIONS, choices)
@@ -183,10 +191,12 @@ def serve(
             return
         speculation = f"drafter {model.drafter}, up to {model.max_draft_tokens} tokens a step"
         print(
-            f"Ready after {time.monotonic() - started:.1f} s: kernels {model.kernels}, "
+            f"Ready after {time.monotonic() - started:.1f} s: kernels {describe(model.kernels, engine_settings)}, "
             f"{speculation if model.max_draft_tokens else 'no speculation'}, context {model.max_context} tokens.",
             flush=True,
         )
+        if engine_settings.kernels == "auto" and (problem := native_problem()) is not None:
+            print(f"Warning: answers come slowly, since {problem}", flush=True)
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
@@ -203,6 +213,14 @@ def serve(
     server.run(sockets=[listener])
     if failures:
         raise CommandFailed(failures[0])
+
+
+def describe(kernels: str, settings: EngineSettings) -> str:
+    """What computes, and with what of this machine."""
+    if kernels != "cpu":
+        return kernels
+    num_threads = settings.num_threads or usable_cpus()
+    return f"cpu ({selected_instruction_set()}, {num_threads} thread{'s' * (num_threads > 1)})"
 
 
 def load_prompt_builder(path: Path) -> PromptBuilder:

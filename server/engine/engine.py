@@ -45,6 +45,7 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings, drafter: Drafter | None = None) -> None:
+        settings = settings.resolved()
         torch.set_grad_enabled(False)
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
@@ -52,7 +53,12 @@ class Engine:
         checkpoint = open_checkpoint(path)
         self._settings = settings
         self._max_context = _max_context(settings, checkpoint)
-        operations = load_operations(settings.kernels)
+        operations = load_operations(
+            settings.kernels,
+            num_threads=settings.num_threads,
+            quantize=settings.quantize,
+            kv_cache_dtype=settings.kv_cache_dtype,
+        )
         self._tokenizer = load_tokenizer(path)
         self._eos_token_ids = _eos_token_ids(checkpoint, self._tokenizer)
         self._model = Transformer(checkpoint, operations, self._max_context)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from outrider.kernels.cpu.availability import native_problem
 
 DRAFTERS = ("suffix", "none")
-KERNELS = ("reference",)
+KERNELS = ("auto", "cpu", "reference")
+QUANTIZATIONS = ("none", "int8", "int4")
+KV_CACHE_DTYPES = ("auto", "f32", "f16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +22,10 @@ class EngineSettings:
 
     model_path: str  # a Hugging Face directory or a .gguf file
     model_name: str  # what clients call it
-    kernels: str = "reference"
+    kernels: str = "auto"  # auto: cpu where the native kernels are built, else reference
     num_threads: int = 0  # for the kernels; 0: one per core
+    quantize: str = "none"  # how weights stored as floats are kept; those of a GGUF file keep the file's form
+    kv_cache_dtype: str = "auto"  # auto: f16 with the cpu kernels, f32 with the reference
     max_context: int = 0  # tokens of prompt and answer together; 0: what the model was made for, at most 8192
     page_size: int = 16  # tokens a page
     kv_cache_mib: int = 1024  # memory for keys and values
@@ -34,6 +40,11 @@ class EngineSettings:
                 raise ValueError(f"{name} must be {message}, not {getattr(self, name)!r}")
 
         require(self.kernels in KERNELS, "kernels", f"one of {', '.join(KERNELS)}")
+        require(self.quantize in QUANTIZATIONS, "quantize", f"one of {', '.join(QUANTIZATIONS)}")
+        require(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", f"one of {', '.join(KV_CACHE_DTYPES)}")
+        if self.kernels == "reference":
+            require(self.quantize == "none", "quantize", "none with the reference kernels")
+            require(self.kv_cache_dtype in ("auto", "f32"), "kv_cache_dtype", "f32 with the reference kernels")
         require(self.drafter in DRAFTERS, "drafter", f"one of {', '.join(DRAFTERS)}")
         require(self.num_threads >= 0, "num_threads", "0 (one per core) or more")
         require(self.max_context == 0 or self.max_context >= 16, "max_context", "0 (the model's own) or at least 16")
@@ -44,3 +55,19 @@ class EngineSettings:
         require(
             self.max_step_tokens >= self.max_running, "max_step_tokens", f"at least max_running ({self.max_running})"
         )
+
+    def resolved(self) -> EngineSettings:
+        """The same with nothing left at ``auto``: the native kernels where they are built, else the reference.
+
+        Raises:
+            ValueError: the native kernels are not built, and the reference cannot do what is asked.
+        """
+        if self.kernels == "auto":
+            if (problem := native_problem()) is None:
+                return replace(self, kernels="cpu").resolved()
+            try:
+                return replace(self, kernels="reference").resolved()
+            except ValueError as error:
+                raise ValueError(f"{error}; {problem}") from error
+        suitable = {"cpu": "f16", "reference": "f32"}[self.kernels]
+        return replace(self, kv_cache_dtype=suitable if self.kv_cache_dtype == "auto" else self.kv_cache_dtype)

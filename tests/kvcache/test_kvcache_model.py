@@ -28,8 +28,8 @@ from outrider.kvcache.sequence import SequencePages
 from outrider.kvcache.storage import KVStorage, LayerGroup
 
 GROUPS = (
-    LayerGroup("target", num_layers=2, num_kv_heads=1, head_dim=2, dtype=torch.float64),
-    LayerGroup("draft", num_layers=1, num_kv_heads=2, head_dim=1, dtype=torch.float64),
+    LayerGroup("target", num_layers=2, num_kv_heads=1, width=2, dtype=torch.float64),
+    LayerGroup("draft", num_layers=1, num_kv_heads=2, width=1, dtype=torch.float64),
 )
 NAMESPACES = (Namespace("a", "bc"), Namespace("ab", "c"), Namespace("", "abc"))
 TOKENS = st.lists(st.integers(0, 1), max_size=14)

@@ -18,7 +18,7 @@ class Cache:
     """A pool of pages of 4 tokens with its tensors; each slot holds the token written to it."""
 
     def __init__(self, num_pages: int) -> None:
-        group = LayerGroup("target", num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.int64)
+        group = LayerGroup("target", num_layers=1, num_kv_heads=1, width=1, dtype=torch.int64)
         self.pool = PagePool(num_pages, SIZE)
         self.storage = KVStorage([group], num_pages + 1, SIZE)
 
@@ -237,7 +237,7 @@ def test_commit_hashes_each_page_once_however_the_tokens_come() -> None:
         hashed.append(len(data))
         return sha256(data)
 
-    group = LayerGroup("target", num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.int64)
+    group = LayerGroup("target", num_layers=1, num_kv_heads=1, width=1, dtype=torch.int64)
     pool, storage = PagePool(301, SIZE, counting), KVStorage([group], 302, SIZE)
     pages = SequencePages(pool, storage, ALICE)
     for token_id in range(1200):

@@ -8,8 +8,8 @@ import torch
 from outrider.kernels.operations import NULL_PAGE
 from outrider.kvcache.storage import KVStorage, LayerGroup
 
-TARGET = LayerGroup("target", num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
-DRAFT = LayerGroup("draft", num_layers=1, num_kv_heads=1, head_dim=8, dtype=torch.bfloat16)
+TARGET = LayerGroup("target", num_layers=3, num_kv_heads=2, width=4, dtype=torch.float32)
+DRAFT = LayerGroup("draft", num_layers=1, num_kv_heads=1, width=8, dtype=torch.bfloat16)
 
 
 def all_caches(storage: KVStorage) -> list[torch.Tensor]:

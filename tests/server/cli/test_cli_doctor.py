@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unbuilt_copy import unbuilt_copy
 
+from outrider.kernels.cpu.availability import native_problem
 from outrider.server.cli.machine import available_memory, read_processor
 from outrider.verify.checkpoint.default_model import DEFAULT_MODEL
 
@@ -51,10 +53,13 @@ def test_a_machine_with_everything_is_ready(default_model: Path) -> None:
     report = json.loads(examined.stdout)
     assert (examined.returncode, report["ready"]) == (0, True), report
     findings = by_topic(report)
-    assert findings["cpu"]["facts"]["num_cores"] == len(os.sched_getaffinity(0))
+    assert 1 <= findings["cpu"]["facts"]["num_cores"] <= len(os.sched_getaffinity(0))
     assert findings["torch"]["facts"]["version"].split("+")[0] == version("torch").split("+")[0]
     assert findings["packages"]["facts"]["starlette"] == version("starlette")
-    assert findings["kernels"]["facts"]["used"] in findings["kernels"]["facts"]["known"]
+    kernels = findings["kernels"]["facts"]
+    assert kernels["used"] in kernels["known"]
+    if kernels["used"] == "cpu":
+        assert kernels["instruction_set"] in kernels["instruction_sets"]
     assert findings["model"]["facts"]["path"] == str(default_model)
 
 
@@ -81,6 +86,30 @@ def test_all_that_is_missing_is_named_with_a_remedy(tmp_path: Path) -> None:
     assert shown.returncode == 1
     assert sum("MISSING" in line for line in shown.stdout.splitlines()[:-1]) == 3
     assert all(finding["remedy"] in shown.stdout for finding in missing.values())
+
+
+def test_kernels_that_are_not_built_are_a_warning_with_a_remedy_and_a_model_can_be_served(
+    tmp_path: Path, default_model: Path
+) -> None:
+    environment = unbuilt_copy(tmp_path)
+    examined = doctor("--json", **environment)
+    report = json.loads(examined.stdout)
+    assert (examined.returncode, report["ready"]) == (0, True), report
+    kernels = by_topic(report)["kernels"]
+    assert (kernels["state"], kernels["facts"]["used"]) == ("warn", "reference")
+    assert "pip install" in kernels["remedy"]
+    shown = doctor(**environment).stdout
+    assert "kernels   WARNING: reference" in shown
+    assert kernels["remedy"] in shown
+
+
+@pytest.mark.skipif(native_problem() is not None, reason="the native kernels are not built")
+def test_the_instruction_set_that_the_environment_names_is_shown_or_refused() -> None:
+    named = by_topic(json.loads(doctor("--json", OUTRIDER_CPU_ISA="scalar").stdout))["kernels"]
+    assert (named["state"], named["facts"]["instruction_set"]) == ("ok", "scalar")
+    refused = by_topic(json.loads(doctor("--json", OUTRIDER_CPU_ISA="abacus").stdout))["kernels"]
+    assert (refused["state"], "abacus" in refused["text"]) == ("missing", True)
+    assert "scalar" in refused["remedy"]
 
 
 def test_a_damaged_model_is_not_taken_for_the_model(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import signal
 import socket
@@ -16,7 +17,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from unbuilt_copy import unbuilt_copy
 
+from outrider.kernels.cpu.availability import native_problem
 from outrider.server.cli import serve
 from outrider.server.cli.main import HelpFormatter, WrongUsage
 from outrider.server.cli.options import make_settings
@@ -35,16 +38,17 @@ def refused(*arguments: str) -> tuple[int, str]:
 
 
 @contextmanager
-def running(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server whose model is loaded, and its ``HOST:PORT``."""
+def running(model: Path, *arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """A server whose model is loaded, and its ``HOST:PORT`` and the line that says it is ready."""
     command = [OUTRIDER, "serve", "--port", "0", "--model", str(model), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
     try:
         assert process.stdout is not None
         address = re.search(r"ws://(\S+)/v1/responses", process.stdout.readline())
         assert address is not None
-        assert process.stdout.readline().startswith("Ready after ")
-        yield process, address[1]
+        ready = process.stdout.readline()
+        assert ready.startswith("Ready after ")
+        yield process, address[1], ready
     finally:
         process.kill()
         process.communicate()
@@ -52,11 +56,33 @@ def running(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_is_ready_when_it_says_so_and_ends_well_on_a_signal(tiny_model: Path, end: signal.Signals) -> None:
-    with running(tiny_model, "--model-name", "tiny") as (process, address):
+    with running(tiny_model, "--model-name", "tiny") as (process, address, _):
         with urllib.request.urlopen(f"http://{address}/v1/models", timeout=10) as answer:
             assert [model["id"] for model in json.load(answer)["data"]] == ["tiny"]
         process.send_signal(end)
         assert process.wait(timeout=30) == 0
+
+
+def test_the_reference_kernels_are_no_surprise_where_they_were_asked_for(tiny_model: Path) -> None:
+    with running(tiny_model, "--kernels", "reference") as (process, _, ready):
+        assert "kernels reference," in ready
+        process.send_signal(signal.SIGTERM)
+        assert "Warning" not in process.communicate(timeout=30)[0]
+
+
+def test_kernels_that_are_not_built_are_told_in_one_line_with_a_remedy(tiny_model: Path, tmp_path: Path) -> None:
+    with running(tiny_model, **unbuilt_copy(tmp_path)) as (process, _, ready):
+        assert "kernels reference," in ready
+        assert process.stdout is not None
+        warning = process.stdout.readline()
+        assert warning.startswith("Warning: answers come slowly")
+        assert "pip install" in warning
+
+
+@pytest.mark.skipif(native_problem() is not None, reason="the native kernels are not built")
+def test_the_native_kernels_say_their_instruction_set_and_threads(tiny_model: Path) -> None:
+    with running(tiny_model, "--num-threads", "1", OUTRIDER_CPU_ISA="scalar") as (_, _, ready):
+        assert "kernels cpu (scalar, 1 thread)," in ready
 
 
 def test_a_taken_port_is_told_with_its_number() -> None:
@@ -83,7 +109,13 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_before_serving(tmp_path: 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--max-running", "0"), ("--port", "70000"), ("--max-draft-tokens", "-1"), ("--kernels", "abacus")],
+    [
+        ("--max-running", "0"),
+        ("--port", "70000"),
+        ("--max-draft-tokens", "-1"),
+        ("--kernels", "abacus"),
+        ("--quantize", "int2"),
+    ],
 )
 def test_a_setting_out_of_range_is_a_usage_error_that_names_the_option_and_the_value(option: str, value: str) -> None:
     code, line = refused(option, value)

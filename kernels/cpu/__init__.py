@@ -1,0 +1,1 @@
+"""Native kernels for CPUs (C++ with SIMD)."""

@@ -1,0 +1,2 @@
+#define OUTRIDER_ISA_SCALAR
+#include "kernel_table.h"

@@ -1,0 +1,221 @@
+"""The native implementation of ``Operations``: torch tensors in, memory shared with C++, torch tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outrider.kernels.cpu import _native
+from outrider.kernels.cpu.availability import selected_instruction_set, usable_cpus
+from outrider.kernels.cpu.weight_formats import packed_form
+from outrider.kernels.operations import (
+    AttentionPlan,
+    DecoderLayer,
+    DecoderPass,
+    DecoderShape,
+    PackedDecoder,
+    PackedEmbedding,
+    PackedLinear,
+    RaggedBatch,
+    Weight,
+)
+
+_KV_DTYPES = {"f32": torch.float32, "f16": torch.float16, "int8": torch.int8}
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayer:
+    """A ``DecoderLayer`` as the native decoder reads it, attribute by attribute."""
+
+    input_norm: npt.NDArray[np.float32]
+    qkv: PackedLinear
+    query_key_norm: npt.NDArray[np.float32] | None
+    attention_output: PackedLinear
+    mlp_norm: npt.NDArray[np.float32]
+    gate_up: PackedLinear
+    down: PackedLinear
+    has_window: bool
+
+
+class CpuOperations:
+    """Float32 activations, weights in their own form, keys and values in ``kv_cache_dtype``.
+
+    Activations are quantised to int8 (per row and group of 32) where they meet quantised weights. All
+    instruction sets give the same bits, and so do all numbers of threads.
+
+    Args:
+        num_threads: 0: one for every processor this process may keep busy.
+        quantize: what weights stored as floats become: ``none``, ``int8`` or ``int4``.
+        kv_cache_dtype: ``f32``, ``f16`` or ``int8``; ``auto`` is ``f16``.
+        instruction_set: one of ``_native.instruction_sets()``; None: the best, or what OUTRIDER_CPU_ISA names.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        num_threads: int = 0,
+        quantize: str = "none",
+        kv_cache_dtype: str = "auto",
+        instruction_set: str | None = None,
+    ) -> None:
+        self._machine = _native.Machine(num_threads or usable_cpus(), instruction_set or selected_instruction_set())
+        self._quantize = quantize
+        self._kv_format = "f16" if kv_cache_dtype == "auto" else kv_cache_dtype
+
+    def pack_linear(self, weights: Sequence[Weight], bias: Tensor | None = None) -> _native.PackedLinear:
+        form = packed_form(weights, self._quantize)
+        biases = None if bias is None else bias.contiguous().numpy()
+        return _native.pack_linear(form.format, weights[0].shape[1], form.blocks, form.channel_scales, biases)
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        assert isinstance(packed, _native.PackedLinear)
+        result = torch.empty(len(x), packed.out_features)
+        self._machine.linear(_array(x), packed, result.numpy())
+        return result
+
+    def pack_embedding(self, weight: Weight) -> _native.PackedLinear:
+        return self.pack_linear([weight])
+
+    def tied_head(self, table: PackedEmbedding) -> _native.PackedLinear:
+        assert isinstance(table, _native.PackedLinear)
+        return table
+
+    def embedding(self, token_ids: Tensor, table: PackedEmbedding) -> Tensor:
+        assert isinstance(table, _native.PackedLinear)
+        result = torch.empty(len(token_ids), table.in_features)
+        table.unpack_rows(token_ids.numpy(), result.numpy())
+        return result
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        result = torch.empty(x.shape)
+        n = x.shape[-1]
+        self._machine.rms_norm(
+            _array(x).reshape(-1, n), _array(weight).reshape(-1, n), eps, result.numpy().reshape(-1, n)
+        )
+        return result
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        result = x.clone(memory_format=torch.contiguous_format)
+        self._machine.rotary(result.numpy(), _array(cos), _array(sin))
+        return result
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        result = torch.empty(len(gate_up), gate_up.shape[1] // 2)
+        self._machine.silu_mul(_array(gate_up), result.numpy())
+        return result
+
+    def kv_layout(self, head_dim: int) -> tuple[torch.dtype, int]:
+        return _KV_DTYPES[self._kv_format], head_dim + (_SCALE_BYTES if self._kv_format == "int8" else 0)
+
+    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan) -> None:
+        assert isinstance(plan, _native.PassPlan)
+        self._machine.write_kv(_array(key), _array(value), _bytes(key_cache), _bytes(value_cache), plan)
+
+    def plan_attention(
+        self,
+        batch: RaggedBatch,
+        page_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        sliding_window: int | None,
+    ) -> _native.PassPlan:
+        return self._machine.plan_pass(
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            batch.page_tables,
+            batch.slot_mapping,
+            page_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            sliding_window or 0,
+            self._kv_format,
+        )
+
+    def paged_attention(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, plan: AttentionPlan
+    ) -> Tensor:
+        assert isinstance(plan, _native.PassPlan)
+        result = torch.empty(query.shape)
+        self._machine.attention(_array(query), _bytes(key_cache), _bytes(value_cache), scale, plan, result.numpy())
+        return result
+
+    def pack_decoder(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> _native.Decoder:
+        native: list[Any] = [
+            NativeLayer(
+                input_norm=_array(layer.input_norm),
+                qkv=layer.qkv,
+                query_key_norm=None if layer.query_key_norm is None else _array(layer.query_key_norm),
+                attention_output=layer.attention_output,
+                mlp_norm=_array(layer.mlp_norm),
+                gate_up=layer.gate_up,
+                down=layer.down,
+                has_window=layer.has_window,
+            )
+            for layer in layers
+        ]
+        return _native.Decoder(
+            self._machine,
+            shape.hidden_size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.rms_norm_eps,
+            shape.attention_scale,
+            native,
+        )
+
+    def decode(
+        self,
+        residual: Tensor,
+        decoder: PackedDecoder,
+        cache: Tensor,
+        decoder_pass: DecoderPass,
+        first_layer: int = 0,
+        last_layer: int | None = None,
+    ) -> Tensor:
+        assert isinstance(decoder, _native.Decoder)
+        full, window = decoder_pass.full_plan, decoder_pass.window_plan
+        assert full is None or isinstance(full, _native.PassPlan)
+        assert window is None or isinstance(window, _native.PassPlan)
+        result = residual.contiguous()
+        decoder.run(
+            result.numpy(),
+            _array(decoder_pass.cos),
+            _array(decoder_pass.sin),
+            _bytes(cache),
+            full,
+            window,
+            first_layer,
+            len(cache) if last_layer is None else last_layer,
+        )
+        return result
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        result = torch.empty(len(logits), dtype=torch.int64)
+        self._machine.argmax(_array(logits), result.numpy())
+        return result
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return torch.log_softmax(logits, dim=-1)
+
+
+def _array(tensor: Tensor) -> npt.NDArray[np.float32]:
+    """The tensor's own memory as C++ reads it; a copy only if it is not contiguous."""
+    array: npt.NDArray[np.float32] = tensor.contiguous().numpy()
+    return array
+
+
+def _bytes(cache: Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of a cache, axes kept but for the last."""
+    array: npt.NDArray[np.uint8] = cache.numpy().view(np.uint8)
+    return array

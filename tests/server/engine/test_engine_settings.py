@@ -1,0 +1,36 @@
+"""What an engine is made from: nothing is left open when it starts, and what does not go together is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.server.engine.settings import EngineSettings
+
+
+def test_the_cache_takes_the_form_that_suits_the_kernels_unless_one_is_named() -> None:
+    assert EngineSettings("m", "m", kernels="cpu").resolved().kv_cache_dtype == "f16"
+    assert EngineSettings("m", "m", kernels="reference").resolved().kv_cache_dtype == "f32"
+    assert EngineSettings("m", "m", kernels="cpu", kv_cache_dtype="int8").resolved().kv_cache_dtype == "int8"
+
+
+def test_nothing_is_left_open_when_an_engine_starts() -> None:
+    resolved = EngineSettings("m", "m").resolved()
+    assert resolved.kernels in ("cpu", "reference")
+    assert resolved.kv_cache_dtype in ("f32", "f16")
+    assert resolved.resolved() == resolved
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantize": "int2"}, "quantize must be one of none, int8, int4, not 'int2'"),
+        ({"kv_cache_dtype": "f8"}, "kv_cache_dtype must be one of auto, f32, f16, int8, not 'f8'"),
+        ({"kernels": "reference", "quantize": "int4"}, "quantize must be none with the reference kernels, not 'int4'"),
+        ({"kernels": "reference", "kv_cache_dtype": "f16"}, "kv_cache_dtype must be f32 with the reference kernels"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineSettings("m", "m", **changes)
