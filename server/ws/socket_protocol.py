@@ -48,7 +48,12 @@ class _SocketProtocol(WebSocketsSansIOProtocol):
         sock = transport.get_extra_info("socket")
         if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
             return
-        for name, value in (("TCP_NOTSENT_LOWAT", _NOT_SENT_LOW_WATER), ("TCP_USER_TIMEOUT", self.user_timeout_ms)):
+        options = {
+            "TCP_NODELAY": 1,  # or an event waits until the one before is acknowledged: 40 ms until the first token
+            "TCP_NOTSENT_LOWAT": _NOT_SENT_LOW_WATER,
+            "TCP_USER_TIMEOUT": self.user_timeout_ms,
+        }
+        for name, value in options.items():
             option = getattr(socket, name, None)  # not on every system
             if option is not None:
                 with contextlib.suppress(OSError):

@@ -128,6 +128,26 @@ async def test_no_compression_and_no_subprotocol_is_negotiated(serve: Any) -> No
         assert websocket.subprotocol is None
 
 
+@pytest.mark.parametrize("proto", [0, socket.IPPROTO_TCP])
+async def test_no_event_waits_for_the_acknowledgement_of_the_one_before(serve: Any, proto: int) -> None:
+    # asyncio sees to it only for sockets made with an explicit protocol, and create_server makes none of those.
+    async with serve() as (server, _):
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, proto)
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        config = server.config
+        accepting = await asyncio.get_running_loop().create_server(
+            lambda: config.http_protocol_class(  # as uvicorn's own startup makes it
+                config=config, server_state=server.server_state, app_state=server.lifespan.state
+            ),
+            sock=listener,
+        )
+        async with accepting, connect(f"ws://127.0.0.1:{port}/v1/responses"):
+            (connection,) = server.server_state.connections
+            accepted = connection.transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
 async def test_a_message_over_the_limit_harms_no_running_response(serve: Any, engine: Any) -> None:
     engine.step_s = 0.005
     async with serve() as (_, port), dial(port) as websocket:
