@@ -52,7 +52,7 @@ $(BIN)/python:
 	     'python3 python3-venv) or name one: make PYTHON=/path/to/python3.12 serve' >&2; exit 1
 
 # Installing builds the native kernels too; where that fails it succeeds without them, and `outrider serve` tells.
-INSTALLED := pyproject.toml setup.py constraints.txt $(wildcard kernels/cpu/native/*)
+INSTALLED := pyproject.toml setup.py constraints.txt $(wildcard kernels/cpu/native/*.cpp kernels/cpu/native/*.h)
 
 $(VENV)/serve.stamp: $(INSTALLED) | $(BIN)/python
 	@echo 'Installing the pinned dependencies into $(VENV); the first time takes a few minutes.'

@@ -45,7 +45,10 @@ def selected_instruction_set() -> str:
     """
     from outrider.kernels.cpu import _native
 
-    return _native.selected_instruction_set()
+    try:
+        return _native.selected_instruction_set()
+    except ValueError as error:
+        raise ValueError(f"OUTRIDER_CPU_ISA: {error}") from error
 
 
 def usable_cpus(root: Path = Path("/")) -> int:

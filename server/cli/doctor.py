@@ -137,13 +137,13 @@ def examine_kernels() -> Iterator[Finding]:
         yield Finding("kernels", "warn", "reference: plain torch, the slow path", problem, facts)
         return
     facts |= {"used": "cpu", "instruction_sets": instruction_sets(), "num_threads": usable_cpus()}
-    others = ", ".join(facts["instruction_sets"])
     try:
         selected = facts["instruction_set"] = selected_instruction_set()
     except ValueError as error:
-        yield Finding("kernels", "missing", str(error), f"unset OUTRIDER_CPU_ISA, or choose of {others}", facts)
+        yield Finding("kernels", "missing", str(error), "set it to one of these, or not at all", facts)
         return
-    text = f"cpu: native, using {selected} (this processor can run {others}), {facts['num_threads']} threads"
+    usable = ", ".join(facts["instruction_sets"])
+    text = f"cpu: native, using {selected} (this processor can run {usable}), {facts['num_threads']} threads"
     yield Finding("kernels", "ok", text, facts=facts)
 
 

@@ -29,6 +29,8 @@ def add_options(
         default = defaults(settings)[name]
         if default is False:
             group.add_argument(option, action="store_true", help=text)
+        elif default is True:
+            group.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=text)
         elif choices and name in choices:
             group.add_argument(option, choices=choices[name], default=default, help=text)
         else:

@@ -37,7 +37,8 @@ examples:
   outrider serve --max-draft-tokens 0     no speculation: the same answers, later
 
 environment variables:
-  OUTRIDER_CACHE              where the default model is kept (else XDG_CACHE_HOME/outrider, else ~/.cache/outrider)
+  OUTRIDER_CACHE              where the default model and what passes cost here are kept
+                              (else XDG_CACHE_HOME/outrider, else ~/.cache/outrider)
   OUTRIDER_CPU_ISA            the instruction set of the cpu kernels, such as scalar; else the best (outrider doctor)
 
 signals:
@@ -57,6 +58,7 @@ ENGINE_OPTIONS = {
     "page_size": "tokens in a page of that memory",
     "max_running": "sequences that decode at the same time; more wait",
     "max_step_tokens": "tokens computed in one step; a long prompt is cut into such chunks",
+    "profile": "measure at the first start what passes cost on this machine, for a second, and keep it",
 }
 SPECULATION_OPTIONS = {
     "drafter": "who guesses the next tokens",

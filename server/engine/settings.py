@@ -33,6 +33,7 @@ class EngineSettings:
     max_step_tokens: int = 128  # rows of one pass
     drafter: str = "suffix"
     max_draft_tokens: int = 8  # a sequence and step
+    profile: bool = True  # whether the first start measures what passes cost
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, message: str) -> None:
@@ -46,7 +47,7 @@ class EngineSettings:
             require(self.quantize == "none", "quantize", "none with the reference kernels")
             require(self.kv_cache_dtype in ("auto", "f32"), "kv_cache_dtype", "f32 with the reference kernels")
         require(self.drafter in DRAFTERS, "drafter", f"one of {', '.join(DRAFTERS)}")
-        require(self.num_threads >= 0, "num_threads", "0 (one per core) or more")
+        require(0 <= self.num_threads <= 1024, "num_threads", "from 0 (one per core) to 1024")
         require(self.max_context == 0 or self.max_context >= 16, "max_context", "0 (the model's own) or at least 16")
         require(1 <= self.page_size <= 256, "page_size", "from 1 to 256")
         require(self.kv_cache_mib >= 1, "kv_cache_mib", "at least 1")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("server", "draft", "verify", "kvcache", "kernels")
+NATIVE = [path.relative_to(ROOT) for end in ("cpp", "h") for path in (ROOT / "kernels/cpu/native").glob(f"*.{end}")]
+"""The C++ files, from the root."""
 
 
 def copy_project(to: Path) -> None:

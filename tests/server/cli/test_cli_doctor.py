@@ -108,8 +108,8 @@ def test_the_instruction_set_that_the_environment_names_is_shown_or_refused() ->
     named = by_topic(json.loads(doctor("--json", OUTRIDER_CPU_ISA="scalar").stdout))["kernels"]
     assert (named["state"], named["facts"]["instruction_set"]) == ("ok", "scalar")
     refused = by_topic(json.loads(doctor("--json", OUTRIDER_CPU_ISA="abacus").stdout))["kernels"]
-    assert (refused["state"], "abacus" in refused["text"]) == ("missing", True)
-    assert "scalar" in refused["remedy"]
+    assert refused["state"] == "missing"
+    assert all(word in refused["text"] for word in ("OUTRIDER_CPU_ISA", "abacus", "scalar"))
 
 
 def test_a_damaged_model_is_not_taken_for_the_model(tmp_path: Path) -> None:
