@@ -161,6 +161,13 @@ class Operations(Protocol):
     def tied_head(self, table: PackedEmbedding) -> PackedLinear:
         """The table as the linear layer of a head that shares its weights; one memory for both where that can be."""
 
+    def pack_head(self, weight: Weight) -> PackedLinear:
+        """A head with weights of its own, ``[vocab_size, hidden_size]``.
+
+        Apart from ``pack_linear``, since an implementation that quantises may keep more of it: what a head loses is
+        in the logits, undiluted.
+        """
+
     def embedding(self, token_ids: Tensor, table: PackedEmbedding) -> Tensor:
         """Rows of the table: int64 ``[num_tokens]`` to ``[num_tokens, hidden_size]``."""
 

@@ -52,7 +52,8 @@ class CpuOperations:
 
     Args:
         num_threads: 0: one for every processor this process may keep busy.
-        quantize: what weights stored as floats become: ``none``, ``int8`` or ``int4``.
+        quantize: what weights stored as floats become: ``none``, ``int8`` or ``int4``. Embedding and head keep 8 bits
+            in any case, for 4 there would cost more of the model than all layers.
         kv_cache_dtype: ``f32``, ``f16`` or ``int8``; ``auto`` is ``f16``.
         instruction_set: one of ``_native.instruction_sets()``; None: the best, or what OUTRIDER_CPU_ISA names.
     """
@@ -68,12 +69,11 @@ class CpuOperations:
     ) -> None:
         self._machine = _native.Machine(num_threads or usable_cpus(), instruction_set or selected_instruction_set())
         self._quantize = quantize
+        self._quantize_vocabulary = "int8" if quantize == "int4" else quantize  # embedding and head
         self._kv_format = "f16" if kv_cache_dtype == "auto" else kv_cache_dtype
 
     def pack_linear(self, weights: Sequence[Weight], bias: Tensor | None = None) -> _native.PackedLinear:
-        form = packed_form(weights, self._quantize)
-        biases = None if bias is None else bias.contiguous().numpy()
-        return _native.pack_linear(form.format, weights[0].shape[1], form.blocks, form.channel_scales, biases)
+        return _pack(weights, self._quantize, bias)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         assert isinstance(packed, _native.PackedLinear)
@@ -82,11 +82,14 @@ class CpuOperations:
         return result
 
     def pack_embedding(self, weight: Weight) -> _native.PackedLinear:
-        return self.pack_linear([weight])
+        return _pack([weight], self._quantize_vocabulary)
 
     def tied_head(self, table: PackedEmbedding) -> _native.PackedLinear:
         assert isinstance(table, _native.PackedLinear)
         return table
+
+    def pack_head(self, weight: Weight) -> _native.PackedLinear:
+        return _pack([weight], self._quantize_vocabulary)
 
     def embedding(self, token_ids: Tensor, table: PackedEmbedding) -> Tensor:
         assert isinstance(table, _native.PackedLinear)
@@ -207,6 +210,12 @@ class CpuOperations:
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits, dim=-1)
+
+
+def _pack(weights: Sequence[Weight], quantize: str, bias: Tensor | None = None) -> _native.PackedLinear:
+    form = packed_form(weights, quantize)
+    biases = None if bias is None else _array(bias)
+    return _native.pack_linear(form.format, weights[0].shape[1], form.blocks, form.channel_scales, biases)
 
 
 def _array(tensor: Tensor) -> npt.NDArray[np.float32]:

@@ -53,6 +53,9 @@ class ReferenceOperations:
         assert isinstance(table, DenseTable)
         return TiledLinear([table.weight], None)
 
+    def pack_head(self, weight: Weight) -> TiledLinear:
+        return TiledLinear([weight], None)
+
     def embedding(self, token_ids: Tensor, table: PackedEmbedding) -> Tensor:
         assert isinstance(table, DenseTable)
         return table.rows.index_select(0, token_ids)

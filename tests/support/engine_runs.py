@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.draft.base import Draft, DraftRequest
+from outrider.server.engine.cost_table import CostTable
 from outrider.server.engine.engine import Engine
 from outrider.server.engine.request import FinishReason, Request, StepOutput
 from outrider.server.engine.settings import EngineSettings
@@ -39,8 +40,10 @@ class Answer:
         self.error = output.error
 
 
-def make_engine(path: Path, drafter: Any = None, **settings: Any) -> Engine:
-    return Engine(EngineSettings(model_path=str(path), model_name="tiny", **{"kv_cache_mib": 16, **settings}), drafter)
+def make_engine(path: Path, drafter: Any = None, cost_table: CostTable | None = None, **settings: Any) -> Engine:
+    """Without a profile, unless asked for: drafts are then as long in every run."""
+    settings = {"kv_cache_mib": 16, "profile": False, **settings}
+    return Engine(EngineSettings(model_path=str(path), model_name="tiny", **settings), drafter, cost_table)
 
 
 def greedy(prompt: Sequence[int], request_id: str = "r", max_tokens: int = 32, **params: Any) -> Request:

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "attention_kernels.h"
+#include "attention_block.h"
 
 namespace outrider {
 namespace OUTRIDER_ISA {
@@ -110,9 +110,9 @@ inline void gather_vector(const HeadPages& pages, int position, int width, Eleme
     }
 }
 
-// The block at `start`, up to the last position that anyone sees.
+// The block at `start`, up to the last position that anyone sees; `end`: of the positions that are worked on.
 template <typename Element>
-inline void find_block(const HeadPages& pages, int start, int width, const AttentionScratch& scratch,
+inline void find_block(const HeadPages& pages, int start, int end, int width, const AttentionScratch& scratch,
                        KeyBlock<Element>& block) {
     constexpr bool kScaled = sizeof(Element) == sizeof(int8_t);
     const KvLayout& layout = *pages.layout;
@@ -120,6 +120,8 @@ inline void find_block(const HeadPages& pages, int start, int width, const Atten
     const bool in_place = layout.page_size % kLanes == 0 && width == head_dim;
     block.key_stride = in_place ? layout.page_size : kLanes;
     block.value_stride = width;
+    const size_t vector_bytes = sizeof(Element) * head_dim * kLanes;
+    block.bytes_ahead = in_place ? vector_bytes : 0;
     for (int v = 0; v < kBlockVectors; ++v) {
         const int position = start + v * kLanes;
         if (position > pages.last_position) break;
@@ -128,6 +130,9 @@ inline void find_block(const HeadPages& pages, int start, int width, const Atten
             block.keys[v] = reinterpret_cast<const Element*>(pages.keys + page) + offset;
             block.values[v] = reinterpret_cast<const Element*>(pages.values + page) + offset * head_dim;
             if constexpr (kScaled) find_scales(pages, position, v * kLanes, kLanes, block);
+            const int next = position + kKvBlock < end ? position + kKvBlock : position;
+            const size_t next_vector = next % layout.page_size / kLanes;  // a page's keys in order of memory
+            block.next_keys[v] = pages.keys + pages.page_at(next) + next_vector * vector_bytes;
         } else {
             Element* keys = static_cast<Element*>(scratch.gathered_keys) + v * kLanes * head_dim;
             Element* values = static_cast<Element*>(scratch.gathered_values) + v * kLanes * width;
@@ -159,10 +164,10 @@ inline void attend_split(const AttentionPass& pass, const AttentionLayer& layer,
     const int first = first_visible(tile.first_position, pass.window), split_start = split * kKvSplit;
     const int end = split_start + kKvSplit < last_position + 1 ? split_start + kKvSplit : last_position + 1;
     BlockShape shape = {0, tile.first_position, group, pass.window, layout.head_dim, width};
-    KeyBlock<Element> block;
+    KeyBlock<Element> block = {};
     for (shape.start = split_start > first ? split_start : first / kKvBlock * kKvBlock; shape.start < end;
          shape.start += kKvBlock) {
-        find_block(pages, shape.start, width, scratch, block);
+        find_block(pages, shape.start, end, width, scratch, block);
         for (int query = 0; query < num_queries; query += kQueryTile) {
             const int left = num_queries - query < kQueryTile ? num_queries - query : kQueryTile;
             const QueryRows rows = {left,

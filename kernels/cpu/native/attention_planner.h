@@ -11,7 +11,7 @@ namespace outrider {
 struct AttentionPlan {
     std::vector<AttentionTile> tiles;
     std::vector<AttentionItem> items;
-    std::vector<int32_t> chunks;    // items chunks[i]..chunks[i + 1] - 1 are one thread's bite; first 0, last items.size()
+    std::vector<int32_t> chunks;    // items chunks[i] to chunks[i + 1] - 1 are one thread's bite
     std::vector<int32_t> counters;  // as AttentionPass::counters must be at the start
     size_t num_partial_floats = 0;
 };

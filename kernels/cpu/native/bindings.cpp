@@ -1,38 +1,15 @@
 // The Python module. Arrays come as numpy arrays over the caller's memory; shapes are checked here, once a pass.
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <optional>
-#include <stdexcept>
 
 #include "activations.h"
+#include "checks.h"
 #include "decoder.h"
-#include "float_formats.h"
-
-namespace py = pybind11;
 
 namespace outrider {
 namespace {
-
-template <typename Value>
-using Array = py::array_t<Value, py::array::c_style>;
-
-void require(bool ok, const std::string& problem) {
-    if (!ok) throw std::invalid_argument(problem);
-}
-
-template <typename Value>
-void require_shape(const Array<Value>& array, std::initializer_list<py::ssize_t> shape, const char* name) {
-    bool same = array.ndim() == static_cast<py::ssize_t>(shape.size());
-    py::ssize_t axis = 0;
-    for (const py::ssize_t size : shape) same = same && array.shape(axis++) == size;
-    if (same) return;
-    std::string wanted, got;
-    for (const py::ssize_t size : shape) wanted += (wanted.empty() ? "" : ", ") + std::to_string(size);
-    for (axis = 0; axis < array.ndim(); ++axis) got += (axis ? ", " : "") + std::to_string(array.shape(axis));
-    throw std::invalid_argument(std::string(name) + " must be [" + wanted + "], not [" + got + "]");
-}
 
 WeightFormat weight_format(const std::string& name) {
     static const char* const kNames[] = {"Q4_0", "Q4_1", "Q8_0", "Q8_CHANNEL", "BF16", "F32"};
@@ -79,12 +56,15 @@ std::shared_ptr<PackedLinear> pack_linear(const std::string& format_name, int in
 }
 
 void unpack_rows(const PackedLinear& linear, const Array<int64_t>& channels, Array<float>& to) {
-    const int in_features = linear.panels().in_features;
+    const Panels& panels = linear.panels();
+    const int in_features = panels.in_features, last = panels.num_panels - 1;
+    require(last < 0 || panels.first_columns[last] == last * kPanelChannels,
+            "rows of a layer that stacks several weights cannot be unpacked");
     require_shape(to, {channels.size(), in_features}, "to");
     const int64_t* ids = channels.data();
     for (py::ssize_t i = 0; i < channels.size(); ++i) {
-        require(ids[i] >= 0 && ids[i] < linear.panels().out_features,
-                "row " + std::to_string(ids[i]) + " of a table with " + std::to_string(linear.panels().out_features));
+        require(ids[i] >= 0 && ids[i] < panels.out_features,
+                "row " + std::to_string(ids[i]) + " of a table with " + std::to_string(panels.out_features));
         linear.unpack_row(static_cast<int>(ids[i]), to.mutable_data() + i * in_features);
     }
 }
@@ -208,15 +188,13 @@ std::shared_ptr<PassPlan> plan_pass(const Machine& machine, const Array<int32_t>
                                     const Array<int64_t>& slot_mapping, int page_size, int num_heads, int num_kv_heads,
                                     int head_dim, int window, const std::string& format) {
     const py::ssize_t num_sequences = seq_lens.size();
-    require_shape(cu_seqlens_q, {num_sequences + 1}, "cu_seqlens_q");
-    require(page_tables.ndim() == 2 && page_tables.shape(0) == num_sequences,
-            "page_tables must be [num_seqs, max_pages]");
-    require(num_kv_heads > 0 && num_heads % num_kv_heads == 0, "query heads must share the KV heads evenly");
+    require(page_size > 0, "page_size must be positive, not " + std::to_string(page_size));
+    require(window >= 0, "window must be 0 (none) or more, not " + std::to_string(window));
+    require_heads(num_heads, num_kv_heads, head_dim);
+    require_shape(page_tables, {num_sequences, axis_size(page_tables, 1)}, "page_tables");
+    require_rows(cu_seqlens_q, seq_lens, page_tables.shape(1) * page_size);
     const int num_rows = cu_seqlens_q.at(num_sequences);
     require_shape(slot_mapping, {num_rows}, "slot_mapping");
-    for (py::ssize_t i = 0; i < num_sequences; ++i) {
-        require(seq_lens.at(i) <= page_tables.shape(1) * page_size, "a sequence is longer than its page table");
-    }
     auto plan = std::make_shared<PassPlan>();
     plan->layout = {page_size, num_kv_heads, head_dim, kv_format(format)};
     plan->num_heads = num_heads;
@@ -224,6 +202,7 @@ std::shared_ptr<PassPlan> plan_pass(const Machine& machine, const Array<int32_t>
     plan->slots.assign(slot_mapping.data(), slot_mapping.data() + num_rows);
     plan->page_tables.assign(page_tables.data(), page_tables.data() + page_tables.size());
     plan->page_table_stride = page_tables.shape(1);
+    plan->num_pages = required_pages(page_tables, slot_mapping, page_size);
     plan->attention = plan_attention(cu_seqlens_q.data(), seq_lens.data(), static_cast<int>(num_sequences),
                                      plan->layout, num_heads, window, machine.pool.num_threads());
     plan->partials.resize(plan->attention.num_partial_floats);
@@ -236,6 +215,8 @@ void write_kv(Machine& machine, const Array<float>& key, const Array<float>& val
     const py::ssize_t num_rows = static_cast<py::ssize_t>(plan->slots.size());
     require_shape(key, {num_rows, layout.num_kv_heads, layout.head_dim}, "key");
     require_shape(value, {num_rows, layout.num_kv_heads, layout.head_dim}, "value");
+    require_cache(keys, *plan, "keys");
+    require_cache(values, *plan, "values");
     const float *key_rows = key.data(), *value_rows = value.data();
     uint8_t *key_cache = keys.mutable_data(), *value_cache = values.mutable_data();
     const size_t size = static_cast<size_t>(layout.num_kv_heads) * layout.head_dim;
@@ -251,6 +232,8 @@ void attention(Machine& machine, const Array<float>& query, const Array<uint8_t>
     const py::ssize_t num_rows = static_cast<py::ssize_t>(plan->slots.size());
     require_shape(query, {num_rows, plan->num_heads, plan->layout.head_dim}, "query");
     require_shape(to, {num_rows, plan->num_heads, plan->layout.head_dim}, "to");
+    require_cache(keys, *plan, "keys");
+    require_cache(values, *plan, "values");
     const int64_t stride = static_cast<int64_t>(plan->num_heads) * plan->layout.head_dim;
     const AttentionLayer layer = {query.data(), stride, scale, keys.data(), values.data(), to.mutable_data(), stride};
     const size_t scratch_stride = (plan->scratch_floats() + 15) / 16 * 16;
@@ -271,8 +254,11 @@ std::vector<float> to_vector(const Array<float>& array) { return {array.data(), 
 
 std::shared_ptr<Decoder> make_decoder(const std::shared_ptr<Machine>& machine, int hidden_size, int num_heads,
                                       int num_kv_heads, int head_dim, float eps, float scale, const py::list& layers) {
+    require(hidden_size > 0 && head_dim % 2 == 0, "hidden_size must be positive, head_dim even");
+    require_heads(num_heads, num_kv_heads, head_dim);
+    require(!layers.empty(), "a decoder needs at least one layer");
+    DecoderShape shape = {hidden_size, num_heads, num_kv_heads, head_dim, 0, eps, scale};
     std::vector<DecoderLayer> native;
-    int intermediate = 0;
     for (const py::handle& layer : layers) {
         const auto linear_of = [&](const char* name) { return layer.attr(name).cast<std::shared_ptr<PackedLinear>>(); };
         DecoderLayer one;
@@ -286,19 +272,10 @@ std::shared_ptr<Decoder> make_decoder(const std::shared_ptr<Machine>& machine, i
         one.gate_up = linear_of("gate_up");
         one.down = linear_of("down");
         one.has_window = layer.attr("has_window").cast<bool>();
-        intermediate = one.down->panels().in_features;
-        const auto shaped = [](const std::shared_ptr<const PackedLinear>& linear, int in_features, int out_features) {
-            return linear->panels().in_features == in_features && linear->panels().out_features == out_features;
-        };
-        require(shaped(one.qkv, hidden_size, (num_heads + 2 * num_kv_heads) * head_dim) &&
-                    shaped(one.attention_output, num_heads * head_dim, hidden_size) &&
-                    shaped(one.gate_up, hidden_size, 2 * intermediate) && shaped(one.down, intermediate, hidden_size) &&
-                    one.input_norm.size() == static_cast<size_t>(hidden_size) &&
-                    one.mlp_norm.size() == static_cast<size_t>(hidden_size),
-                "the layers' shapes do not fit each other");
+        if (native.empty() && one.down != nullptr) shape.intermediate_size = one.down->panels().in_features;
+        require_layer(one, shape);
         native.push_back(std::move(one));
     }
-    const DecoderShape shape = {hidden_size, num_heads, num_kv_heads, head_dim, intermediate, eps, scale};
     return std::make_shared<Decoder>(machine, shape, std::move(native));
 }
 
@@ -306,15 +283,18 @@ void run_decoder(Decoder& decoder, Array<float>& residual, const Array<float>& c
                  Array<uint8_t>& cache, const std::shared_ptr<PassPlan>& full, const std::shared_ptr<PassPlan>& window,
                  int first, int last) {
     const DecoderShape& shape = decoder.shape();
-    const std::shared_ptr<PassPlan>& any = full ? full : window;
-    require(any != nullptr, "a pass needs a plan");
-    const py::ssize_t num_rows = static_cast<py::ssize_t>(any->slots.size());
+    require(0 <= first && first <= last && last <= decoder.num_layers(),
+            "there are layers 0 to " + std::to_string(decoder.num_layers()) + ", not " + std::to_string(first) + " to " +
+                std::to_string(last));
+    require_plans(decoder, full.get(), window.get(), first, last);
+    const PassPlan& any = full ? *full : *window;
+    const py::ssize_t num_rows = static_cast<py::ssize_t>(any.slots.size());
     require_shape(residual, {num_rows, shape.hidden_size}, "residual");
     require_shape(cos, {num_rows, shape.head_dim / 2}, "cos");
     require_shape(sin, {num_rows, shape.head_dim / 2}, "sin");
-    require(cache.ndim() >= 3 && cache.shape(0) == decoder.num_layers() && cache.shape(1) == 2,
-            "the cache must be [num_layers, 2, num_pages, ...]");
-    require(0 <= first && first <= last && last <= decoder.num_layers(), "no such layers");
+    for (const PassPlan* plan : {full.get(), window.get()}) {
+        if (plan != nullptr) require_caches(cache, decoder.num_layers(), *plan);
+    }
     const DecoderPass pass = {static_cast<int>(num_rows), residual.mutable_data(), cos.data(), sin.data(),
                               cache.mutable_data(), static_cast<size_t>(cache.size() / (cache.shape(0) * 2)), full,
                               window};
@@ -323,6 +303,8 @@ void run_decoder(Decoder& decoder, Array<float>& residual, const Array<float>& c
 }
 
 }  // namespace
+
+void bind_ceilings(py::module_& module);
 
 PYBIND11_MODULE(_native, module) {
     module.doc() = "Native kernels of Outrider for CPUs; see outrider.kernels.cpu.operations.";
@@ -340,7 +322,7 @@ PYBIND11_MODULE(_native, module) {
         .def_property_readonly("num_threads", [](const Machine& machine) { return machine.pool.num_threads(); })
         .def_property_readonly("instruction_set",
                                [](const Machine& machine) { return machine.kernels.instruction_set; })
-        .def("linear", &linear, py::arg("x").noconvert(), py::arg("packed"), py::arg("to").noconvert())
+        .def("linear", &linear, py::arg("x").noconvert(), py::arg("packed").none(false), py::arg("to").noconvert())
         .def("rms_norm", &rms_norm, py::arg("x").noconvert(), py::arg("weight").noconvert(), py::arg("eps"),
              py::arg("to").noconvert())
         .def("rotary", &rotary, py::arg("x").noconvert(), py::arg("cos").noconvert(), py::arg("sin").noconvert())
@@ -350,9 +332,9 @@ PYBIND11_MODULE(_native, module) {
              py::arg("slot_mapping"), py::arg("page_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
              py::arg("head_dim"), py::arg("window"), py::arg("kv_format"))
         .def("write_kv", &write_kv, py::arg("key").noconvert(), py::arg("value").noconvert(),
-             py::arg("keys").noconvert(), py::arg("values").noconvert(), py::arg("plan"))
+             py::arg("keys").noconvert(), py::arg("values").noconvert(), py::arg("plan").none(false))
         .def("attention", &attention, py::arg("query").noconvert(), py::arg("keys").noconvert(),
-             py::arg("values").noconvert(), py::arg("scale"), py::arg("plan"), py::arg("to").noconvert());
+             py::arg("values").noconvert(), py::arg("scale"), py::arg("plan").none(false), py::arg("to").noconvert());
 
     py::class_<PackedLinear, std::shared_ptr<PackedLinear>>(module, "PackedLinear")
         .def_property_readonly("in_features", [](const PackedLinear& linear) { return linear.panels().in_features; })
@@ -364,11 +346,12 @@ PYBIND11_MODULE(_native, module) {
 
     py::class_<PassPlan, std::shared_ptr<PassPlan>>(module, "PassPlan");
     py::class_<Decoder, std::shared_ptr<Decoder>>(module, "Decoder")
-        .def(py::init(&make_decoder), py::arg("machine"), py::arg("hidden_size"), py::arg("num_heads"),
+        .def(py::init(&make_decoder), py::arg("machine").none(false), py::arg("hidden_size"), py::arg("num_heads"),
              py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("eps"), py::arg("scale"), py::arg("layers"))
         .def("run", &run_decoder, py::arg("residual").noconvert(), py::arg("cos").noconvert(),
              py::arg("sin").noconvert(), py::arg("cache").noconvert(), py::arg("full"), py::arg("window"),
              py::arg("first"), py::arg("last"));
+    bind_ceilings(module);
 }
 
 }  // namespace outrider

@@ -17,7 +17,7 @@ constexpr int kRowsPerChunk = 4;
 class Decoder::Walk {
   public:
     Walk(const Decoder& decoder, const DecoderPass& pass, int first, int last)
-        : machine_(decoder.machine_), layers_(decoder.layers_), shape_(decoder.shape_) {
+        : machine_(*decoder.machine_), layers_(decoder.layers_), shape_(decoder.shape_) {
         prepare(pass, first, last);
     }
 
@@ -33,7 +33,7 @@ class Decoder::Walk {
         if (qkv_.size() < qkv_size) qkv_.resize(qkv_size);
         const PassPlan& plan = pass.full ? *pass.full : *pass.window;
         scratch_stride_ = (plan.scratch_floats() + 15) / 16 * 16;
-        const size_t scratch_bytes = machine_->pool.num_threads() * scratch_stride_ * sizeof(float);
+        const size_t scratch_bytes = machine_.pool.num_threads() * scratch_stride_ * sizeof(float);
         if (scratch_.size() < scratch_bytes) scratch_ = HugeBuffer(scratch_bytes);
     }
 
@@ -56,7 +56,7 @@ class Decoder::Walk {
     }
 
   private:
-    const Kernels& kernels() const { return machine_->kernels; }
+    const Kernels& kernels() const { return machine_.kernels; }
     int query_size() const { return shape_.num_heads * shape_.head_dim; }
     int kv_size() const { return shape_.num_kv_heads * shape_.head_dim; }
     int qkv_stride() const { return query_size() + 2 * kv_size(); }
@@ -158,7 +158,8 @@ class Decoder::Walk {
                            keys(index), values(index));
     }
 
-    const std::shared_ptr<Machine> machine_;
+    // Not owned: one of the machine's own threads may be the last to let go of this, and cannot wait for itself to end.
+    Machine& machine_;
     const std::shared_ptr<const std::vector<DecoderLayer>> layers_;
     const DecoderShape shape_;
     DecoderPass pass_{};

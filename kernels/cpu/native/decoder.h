@@ -52,6 +52,7 @@ class Decoder {
 
     int num_layers() const { return static_cast<int>(layers_->size()); }
     const DecoderShape& shape() const { return shape_; }
+    const DecoderLayer& layer(int index) const { return (*layers_)[index]; }
 
   private:
     class Walk;

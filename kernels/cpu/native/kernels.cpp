@@ -28,8 +28,8 @@ std::vector<const Kernels*> usable() {
     std::vector<const Kernels*> found;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool has_avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    // No processor has AVX2 and lacks F16C; older compilers do not know that name here.
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vnni")) {

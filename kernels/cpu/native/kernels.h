@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "ceilings.h"
 #include "kv_cache.h"
 #include "rows.h"
 
@@ -32,6 +33,8 @@ struct Kernels {
                      uint8_t* values);
     void (*attend_item)(const AttentionPass& pass, const AttentionLayer& layer, const AttentionItem& item,
                         float* scratch);
+    // ceiling_loops.h
+    CeilingLoops ceilings;
 };
 
 // The instruction sets this build has and this CPU can run, best first; "scalar" is always among them.

@@ -15,6 +15,7 @@ struct PassPlan {
     std::vector<int64_t> slots;        // [num_rows], page * page_size + offset
     std::vector<int32_t> page_tables;  // [num_sequences][page_table_stride]
     int64_t page_table_stride;
+    int64_t num_pages;  // that a cache must have at least
     AttentionPlan attention;
     std::vector<float> partials;
 

@@ -47,14 +47,17 @@ inline void silu_mul_row(const float* gate, const float* up, int n, float* to) {
 }
 
 // The 32 values in two vectors as int8 with one scale. NaN and infinity have no int8: they make the scale NaN, so that
-// whatever is computed from the group shows them.
+// whatever is computed from the group shows them. Below 2^-100 the quotient would leave the range of floats; such a
+// group counts as zero.
 OUTRIDER_HOT void quantize_group(F32x16 first, F32x16 second, const QuantizedRows& rows, size_t index) {
     const float largest = largest_lane(maximum(absolute(first), absolute(second)));
     const F32x16 zero = splat(0.0f);
     const float poison = sum_lanes(fma(first, zero, mul(second, zero)));
     const float scale = (largest + poison) / 127.0f;
-    const F32x16 inverse = splat(largest > 0.0f ? 127.0f / largest : 0.0f);
-    const I32x16 first_ints = round_to_int(mul(first, inverse)), second_ints = round_to_int(mul(second, inverse));
+    const F32x16 inverse = splat(largest >= 7.8886090522101181e-31f ? 127.0f / largest : 0.0f);
+    const F32x16 lowest = splat(-127.0f);  // also what NaN becomes
+    const I32x16 first_ints = round_to_int(maximum(mul(first, inverse), lowest));
+    const I32x16 second_ints = round_to_int(maximum(mul(second, inverse), lowest));
     int8_t* values = rows.values + index * kGroupSize;
     store_i8(values, first_ints);
     store_i8(values + kLanes, second_ints);

@@ -1,6 +1,9 @@
 #include "thread_pool.h"
 
 #include <chrono>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 namespace outrider {
 
@@ -25,45 +28,57 @@ constexpr uint64_t turn_of(uint64_t count) { return count >> 32; }
 }  // namespace
 
 int Team::claim(uint64_t phase, int num_chunks) {
-    ThreadPool::Slot& slot = pool_.slots_[phase % ThreadPool::kSlots];
+    const int num_threads = pool_.num_threads_;
     const uint64_t turn = phase / ThreadPool::kSlots;
-    uint64_t claimed = slot.claimed.load(std::memory_order_acquire);
-    while (true) {
-        uint64_t chunk = 0;
-        if (turn_of(claimed) == turn) {
-            chunk = claimed & 0xffffffffu;
-        } else if (turn_of(claimed) > turn) {
-            return -1;  // a later phase already uses the slot
-        }
-        if (chunk >= static_cast<uint64_t>(num_chunks)) return -1;
-        if (slot.claimed.compare_exchange_weak(claimed, (turn << 32) + chunk + 1, std::memory_order_acq_rel)) {
-            return static_cast<int>(chunk);
+    for (int i = 0; i < num_threads; ++i) {
+        const int owner = (thread_ + i) % num_threads;
+        const auto begin = static_cast<uint64_t>(num_chunks) * owner / num_threads;
+        const auto size = static_cast<uint64_t>(num_chunks) * (owner + 1) / num_threads - begin;
+        std::atomic<uint64_t>& count = pool_.claimed(phase, owner);
+        uint64_t claimed = count.load(std::memory_order_acquire);
+        while (true) {
+            if (turn_of(claimed) > turn) return -1;  // a later phase already uses the slot
+            const uint64_t next = turn_of(claimed) == turn ? claimed & 0xffffffffu : 0;
+            if (next >= size) break;
+            if (count.compare_exchange_weak(claimed, (turn << 32) + next + 1, std::memory_order_acq_rel)) {
+                return static_cast<int>(begin + next);
+            }
         }
     }
+    return -1;
 }
 
-int Team::finish(uint64_t phase) {
-    ThreadPool::Slot& slot = pool_.slots_[phase % ThreadPool::kSlots];
+int Team::finish(uint64_t phase, int num_chunks) {
     const uint64_t turn = phase / ThreadPool::kSlots;
-    uint64_t done = slot.done.load(std::memory_order_relaxed);
+    std::atomic<uint64_t>& count = pool_.done(phase);
+    uint64_t done = count.load(std::memory_order_relaxed);
     uint64_t next;
     do {
-        next = turn_of(done) == turn ? done + 1 : (turn << 32) + 1;
-    } while (!slot.done.compare_exchange_weak(done, next, std::memory_order_acq_rel, std::memory_order_relaxed));
+        next = (turn_of(done) == turn ? done : turn << 32) + static_cast<uint64_t>(num_chunks);
+    } while (!count.compare_exchange_weak(done, next, std::memory_order_acq_rel, std::memory_order_relaxed));
     return static_cast<int>(next & 0xffffffffu);
 }
 
 void Team::wait(uint64_t phase, int num_done) {
-    const ThreadPool::Slot& slot = pool_.slots_[phase % ThreadPool::kSlots];
+    const std::atomic<uint64_t>& count = pool_.done(phase);
     const uint64_t finished = ((phase / ThreadPool::kSlots) << 32) + static_cast<uint64_t>(num_done);
-    for (int spins = 0; slot.done.load(std::memory_order_acquire) < finished; ++spins) {
+    for (int spins = 0; count.load(std::memory_order_acquire) < finished; ++spins) {
         // Sleeping, not yielding: the thread that holds the last chunk may be queued on this very core.
         spins < kPhaseSpins ? pause() : std::this_thread::sleep_for(kNap);
     }
 }
 
-ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads), slots_(kSlots) {
-    for (int thread = 1; thread < num_threads_; ++thread) workers_.emplace_back(&ThreadPool::work, this, thread);
+ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads) {
+    if (num_threads < 1 || num_threads > kMaxThreads) {
+        throw std::invalid_argument("num_threads must be from 1 to " + std::to_string(kMaxThreads) + ", not " +
+                                    std::to_string(num_threads));
+    }
+    counts_ = std::vector<Count>(kSlots * (num_threads + 1));
+    try {
+        for (int thread = 1; thread < num_threads_; ++thread) workers_.emplace_back(&ThreadPool::work, this, thread);
+    } catch (const std::system_error&) {
+        // The system gives no more threads: those there are do the missing ones' chunks.
+    }
 }
 
 ThreadPool::~ThreadPool() {

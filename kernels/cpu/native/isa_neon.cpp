@@ -1,0 +1,2 @@
+#define OUTRIDER_ISA_NEON
+#include "kernel_table.h"
