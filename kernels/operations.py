@@ -245,6 +245,21 @@ class Operations(Protocol):
         -1 for a row that cannot be chosen from: it holds NaN or +infinity, or nothing finite.
         """
 
+    def top_k(self, logits: Tensor, k: int) -> Tensor:
+        """Ids of each row's ``k`` largest, falling, of equal ones the lowest first: int64 ``[num_rows, k]``.
+
+        NaN counts as -infinity. ``1 <= k <= vocab_size``.
+        """
+
+    def race_candidates(self, logits: Tensor, temperature: float, draw: int) -> Tensor:
+        """Tokens that can win a race over a row ``[vocab_size]``: ascending int64 ids, the winner among them.
+
+        In the race token ``i`` finishes at ``E_i / w_i``, where ``w_i = exp((logits[i] - max) / temperature)`` and
+        ``E_i = -log(u_i)``, ``u_i`` in (0, 1] from ``draw`` (64 bits): with ``bits`` the SplitMix64 output of
+        ``i * 0x9E3779B97F4A7C15 + draw``, ``u_i = ((bits >> 11) + 1) / 2**53``. The first to finish is a sample of
+        the softmax; to know it, only a few must be computed exactly. Empty for a row that ``argmax`` calls unusable.
+        """
+
     def log_softmax(self, logits: Tensor) -> Tensor:
         """Row-wise, ``[num_rows, vocab_size]``."""
 

@@ -36,7 +36,7 @@ def uniform(seed: int, position: int, purpose: Purpose) -> float:
 
     ``seed``: 0 to 2**64 - 1; ``position``: the index, in prompt and output, of the token to be chosen.
     """
-    return (_draw(seed, position, purpose) >> 11) * _TO_UNIT
+    return (draw(seed, position, purpose) >> 11) * _TO_UNIT
 
 
 def exponentials(
@@ -45,7 +45,7 @@ def exponentials(
     """Standard exponentials, finite and not negative, shaped like ``token_ids``: each id has its own in a draw."""
     bits = token_ids.astype(np.uint64)
     bits *= _GOLDEN_GAMMA
-    bits += np.uint64(_draw(seed, position, purpose))
+    bits += np.uint64(draw(seed, position, purpose))
     bits ^= bits >> np.uint64(30)
     bits *= np.uint64(0xBF58476D1CE4E5B9)
     bits ^= bits >> np.uint64(27)
@@ -58,8 +58,8 @@ def exponentials(
     return exponentials
 
 
-def _draw(seed: int, position: int, purpose: Purpose) -> int:
-    """64 bits."""
+def draw(seed: int, position: int, purpose: Purpose) -> int:
+    """The 64 bits from which a draw's other numbers are made."""
     counter = np.array([0, 0, position, purpose], dtype=np.uint64)  # lowest word first
     philox = np.random.Philox(_Key(seed), counter=counter)  # type: ignore[arg-type]  # takes any ISeedSequence
     return int(philox.random_raw())

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.operations import Operations
-from outrider.verify.acceptance import Choice, choose_by_match, choose_by_rejection, num_matching
+from outrider.verify.acceptance import Choice, choose_by_match, choose_by_rejection, num_matching, race
 from outrider.verify.distribution import target_distribution
 from outrider.verify.logits import LogitsProcessor
 from outrider.verify.logprobs import token_logprobs
+from outrider.verify.random_numbers import Purpose
 from outrider.verify.sampling_params import SamplingParams, TokenLogprob
 
 _NO_CHOICE = -1  # what argmax says of a row that cannot be chosen from
@@ -76,7 +77,12 @@ class Sampler:
         greedy_choices = self._greedy_choices(logits, rows_of, requests)
         verdicts = []
         for request, rows, choices in zip(requests, rows_of, greedy_choices, strict=True):
-            verdict = _verify_row_by_row(request, rows) if choices is None else _verify_greedy(request, choices)
+            if choices is not None:
+                verdict = _verify_greedy(request, choices)
+            elif request.draft_probs is None and request.params.draws_from_all and not request.params.changes_logits:
+                verdict = self._verify_race(request, rows)
+            else:
+                verdict = _verify_row_by_row(request, rows)
             num_top = request.params.logprobs
             if num_top is not None and verdict.token_ids:
                 rows = rows[: len(verdict.token_ids)]
@@ -84,6 +90,19 @@ class Sampler:
                 verdict = replace(verdict, logprobs=logprobs)
             verdicts.append(verdict)
         return verdicts
+
+    def _verify_race(self, request: VerifyRequest, rows: Tensor) -> Verdict:
+        """Draw, and go on to the next row as long as the token drawn is the drafted one."""
+        params, token_ids = request.params, list[int]()
+        for index, row in enumerate(rows):
+            position = request.position + index
+            token_id = race(self._operations, row, params.temperature, params.seed, position, Purpose.TARGET)
+            if token_id is None:
+                return _no_finite_logit(request, token_ids)
+            token_ids.append(token_id)
+            if index == len(request.draft_token_ids) or token_id != request.draft_token_ids[index]:
+                break
+        return Verdict(tuple(token_ids), num_accepted=len(token_ids) - 1)
 
     def _greedy_choices(
         self, all_logits: Tensor, rows_of: Sequence[Tensor], requests: Sequence[VerifyRequest]

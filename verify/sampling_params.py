@@ -92,8 +92,13 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def draws_from_all(self) -> bool:
+        """Whether tokens are drawn from the softmax at this temperature, none left out."""
+        return not (self.is_greedy or self.top_k or self.top_p < 1.0 or self.min_p)
+
+    @property
     def changes_logits(self) -> bool:
-        """Whether a greedy choice needs more than the model's own logits."""
+        """Whether a choice needs more than the model's own logits."""
         return bool(
             self.logit_bias
             or self.repetition_penalty != 1.0

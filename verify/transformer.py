@@ -43,7 +43,7 @@ class Transformer:
         if self.config.tie_word_embeddings:
             self._head = operations.tied_head(self._embedding)
         else:
-            self._head = operations.pack_linear([checkpoint.weight("lm_head.weight")])
+            self._head = operations.pack_head(checkpoint.weight("lm_head.weight"))
 
     @property
     def kv_layers(self) -> LayerGroup:

@@ -53,7 +53,8 @@ class CpuOperations:
     Args:
         num_threads: 0: one for every processor this process may keep busy.
         quantize: what weights stored as floats become: ``none``, ``int8`` or ``int4``. Embedding and head keep 8 bits
-            in any case, for 4 there would cost more of the model than all layers.
+            in any case: 4 bits there alone move the default model's distributions by a KL divergence of 0.07, ten
+            times what all else here does.
         kv_cache_dtype: ``f32``, ``f16`` or ``int8``; ``auto`` is ``f16``.
         instruction_set: one of ``_native.instruction_sets()``; None: the best, or what OUTRIDER_CPU_ISA names.
     """
@@ -207,6 +208,16 @@ class CpuOperations:
         result = torch.empty(len(logits), dtype=torch.int64)
         self._machine.argmax(_array(logits), result.numpy())
         return result
+
+    def top_k(self, logits: Tensor, k: int) -> Tensor:
+        values, ids = torch.empty(len(logits), k), torch.empty(len(logits), k, dtype=torch.int32)
+        self._machine.top_k(_array(logits), values.numpy(), ids.numpy())
+        return ids.long()
+
+    def race_candidates(self, logits: Tensor, temperature: float, draw: int) -> Tensor:
+        ids = torch.empty(len(logits), dtype=torch.int32)
+        count = self._machine.race_candidates(_array(logits), temperature, draw, ids.numpy())
+        return ids[:count].long()
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits, dim=-1)

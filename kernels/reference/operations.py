@@ -118,5 +118,14 @@ class ReferenceOperations:
         usable = torch.isfinite(logits.amax(dim=-1))  # amax hands on NaN
         return torch.where(usable, logits.argmax(dim=-1), -1)
 
+    def top_k(self, logits: Tensor, k: int) -> Tensor:
+        falling = torch.where(logits.isnan(), -torch.inf, logits).argsort(dim=-1, descending=True, stable=True)
+        return falling[:, :k]
+
+    def race_candidates(self, logits: Tensor, temperature: float, draw: int) -> Tensor:
+        if int(self.argmax(logits[None])[0]) < 0:
+            return torch.empty(0, dtype=torch.int64)
+        return torch.arange(len(logits))
+
     def log_softmax(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits, dim=-1)

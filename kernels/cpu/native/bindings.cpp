@@ -176,6 +176,39 @@ void argmax(Machine& machine, const Array<float>& logits, Array<int64_t>& to) {
     });
 }
 
+// `values`, `ids`: [num_rows, k].
+void top_k(Machine& machine, const Array<float>& logits, Array<float>& values, Array<int32_t>& ids) {
+    const int num_rows = static_cast<int>(axis_size(logits, 0)), n = static_cast<int>(axis_size(logits, 1));
+    const int k = static_cast<int>(axis_size(values, 1));
+    require_shape(logits, {num_rows, n}, "logits");
+    require(0 < k && k <= n, "k must be from 1 to " + std::to_string(n) + ", not " + std::to_string(k));
+    require_shape(values, {num_rows, k}, "values");
+    require_shape(ids, {num_rows, k}, "ids");
+    const float* rows = logits.data();
+    float* top = values.mutable_data();
+    int32_t* out = ids.mutable_data();
+    const Kernels* kernels = &machine.kernels;
+    const py::gil_scoped_release release;
+    machine.pool.run([=](Team& team) {
+        team.parallel_for(num_rows, [&](int row) {
+            const size_t at = static_cast<size_t>(row) * k;
+            kernels->top_k_row(rows + static_cast<size_t>(row) * n, n, k, top + at, out + at);
+        });
+    });
+}
+
+// `ids`: [vocab_size], of which the first are filled; returns how many.
+int race_candidates(Machine& machine, const Array<float>& logits, float temperature, uint64_t draw,
+                    Array<int32_t>& ids) {
+    const py::ssize_t n = axis_size(logits, 0);
+    require_shape(logits, {n}, "logits");
+    require_shape(ids, {n}, "ids");
+    require(n > 0, "logits must not be empty");
+    require(temperature > 0, "temperature must be positive");
+    return machine.kernels.race_candidates_row(logits.data(), static_cast<int>(n), temperature, draw,
+                                               ids.mutable_data());
+}
+
 KvFormat kv_format(const std::string& name) {
     if (name == "f32") return KvFormat::F32;
     if (name == "f16") return KvFormat::F16;
@@ -328,6 +361,9 @@ PYBIND11_MODULE(_native, module) {
         .def("rotary", &rotary, py::arg("x").noconvert(), py::arg("cos").noconvert(), py::arg("sin").noconvert())
         .def("silu_mul", &silu_mul, py::arg("gate_up").noconvert(), py::arg("to").noconvert())
         .def("argmax", &argmax, py::arg("logits").noconvert(), py::arg("to").noconvert())
+        .def("top_k", &top_k, py::arg("logits").noconvert(), py::arg("values").noconvert(), py::arg("ids").noconvert())
+        .def("race_candidates", &race_candidates, py::arg("logits").noconvert(), py::arg("temperature"),
+             py::arg("draw"), py::arg("ids").noconvert())
         .def("plan_pass", &plan_pass, py::arg("cu_seqlens_q"), py::arg("seq_lens"), py::arg("page_tables"),
              py::arg("slot_mapping"), py::arg("page_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
              py::arg("head_dim"), py::arg("window"), py::arg("kv_format"))

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "attention.h"
+#include "choice_kernels.h"
 #include "ceiling_loops.h"
 #include "kernels.h"
 #include "kv_write.h"
@@ -20,7 +21,8 @@ void attend(const AttentionPass& pass, const AttentionLayer& layer, const Attent
 
 extern const Kernels kKernels;
 const Kernels kKernels = {kIsaName,     kRowTile,   linear_panels, swiglu_units, rms_norm_row, add_row,
-                          rotate_head,  silu_mul_row, quantize_row, argmax_row,  write_kv,     attend,
+                          rotate_head,  silu_mul_row, quantize_row, argmax_row,  top_k_row,     race_candidates_row,
+                          write_kv,     attend,
                           {read_loop, multiply_int8_loop, multiply_f32_loop}};
 
 }  // namespace OUTRIDER_ISA

@@ -27,7 +27,10 @@ struct Kernels {
     void (*rotate_head)(float* head, const float* cos, const float* sin, int half);
     void (*silu_mul_row)(const float* gate, const float* up, int n, float* to);
     void (*quantize_row)(const float* x, int n, int row, const QuantizedRows& rows);
+    // choice_kernels.h
     int32_t (*argmax_row)(const float* x, int n);
+    void (*top_k_row)(const float* x, int n, int k, float* values, int32_t* indexes);
+    int32_t (*race_candidates_row)(const float* x, int n, float temperature, uint64_t draw, int32_t* candidates);
     // kv_write.h, attention.h
     void (*write_kv)(const KvLayout& layout, int64_t slot, const float* key, const float* value, uint8_t* keys,
                      uint8_t* values);

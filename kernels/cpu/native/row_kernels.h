@@ -1,4 +1,4 @@
-// What is done to one row at a time: normalise, rotate, gate, quantise, look for the largest.
+// What is done to one row at a time: normalise, rotate, gate, quantise.
 #pragma once
 
 #include <cmath>
@@ -72,26 +72,6 @@ inline void quantize_row(const float* x, int n, int row, const QuantizedRows& ro
         const int i = group * kGroupSize, left = n - i;
         const F32x16 second = left > kLanes ? load_first(x + i + kLanes, left - kLanes) : splat(0.0f);
         quantize_group(load_first(x + i, left), second, rows, quantized_index(rows, row, group));
-    }
-}
-
-// The lowest index among the largest of n >= 1 values; -1 if one is NaN or +infinity, or none is finite.
-inline int32_t argmax_row(const float* x, int n) {
-    F32x16 largest = splat(-INFINITY), poison = splat(0.0f);
-    for (int i = 0; i < n; i += kLanes) {
-        const F32x16 lanes = keep_first(load_first(x + i, n - i), n - i, splat(-INFINITY));
-        // NaN compares false, so it makes 1 here; every number that is not +infinity makes 0.
-        poison = maximum(poison, select_less(lanes, splat(INFINITY), splat(0.0f), splat(1.0f)));
-        largest = maximum(lanes, largest);
-    }
-    const float value = largest_lane(largest);
-    if (largest_lane(poison) > 0.0f || value == -INFINITY) return -1;
-    for (int i = 0;; i += kLanes) {
-        const F32x16 lanes = keep_first(load_first(x + i, n - i), n - i, splat(-INFINITY));
-        if (largest_lane(lanes) < value) continue;
-        for (int lane = i;; ++lane) {
-            if (x[lane] == value) return lane;
-        }
     }
 }
 
