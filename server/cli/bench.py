@@ -26,6 +26,8 @@ DESCRIPTION = """\
 Sends the prompts of a file to a server that runs, and reports what a client sees: time to first token, time per
 token, pauses, tokens/s, acceptance length, failures.
 
+`outrider bench kernels` and `outrider bench quality` measure what lies below, without a server: see their --help.
+
 PROMPTS is a file of JSON lines, each with "prompt" (a user message), "messages" (a dialogue) or "turns" (as in
 Spec-Bench; the first turn is used).
 

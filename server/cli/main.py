@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-# Each is a module of this package with `add_arguments(parser)` and `run(args) -> int`.
+# Each is a module of this package, its words joined by "_", with `add_arguments(parser)` and `run(args) -> int`.
 COMMANDS = {
     "serve": "serve a model over WebSocket",
     "chat": "talk to a server in the terminal",
     "bench": "measure a server, or two side by side",
+    "bench kernels": "measure the kernels beside what memory and processor can do",
+    "bench quality": "measure what quantisation costs beside float32",
     "models": "list and fetch models",
     "doctor": "say what this machine has and what is missing",
 }
@@ -52,6 +54,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str, **settings: Any) -> None:
         super().__init__(prog, **{"max_help_position": 32} | settings)
+        self._action_max_length = 17  # argparse forgets by how much names of commands are indented
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
@@ -80,7 +83,7 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, formatter_class=HelpFormatter)
         if name == chosen:
-            module = import_module(f"outrider.server.cli.{name}")
+            module = import_module(f"outrider.server.cli.{name.replace(' ', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser
@@ -90,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     if arguments is None:
         arguments = sys.argv[1:]
+    if (two_words := " ".join(arguments[:2])) in COMMANDS:
+        arguments = [two_words, *arguments[2:]]
     args = build_parser(arguments).parse_args(arguments)
     try:
         code: int = args.run(args)

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 
 from outrider.draft.base import NO_DRAFT, Draft
 from outrider.kvcache.pool import OutOfPages
+from outrider.server.engine.cost_table import CostTable
 from outrider.server.engine.sequence import Sequence
+
+# How many times longer drafts may make a pass. A step that verified a draft gave 2.6 tokens (the suffix drafter's, on
+# Spec-Bench), so a pass that costs more than this seldom pays.
+MAX_DRAFT_COST = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Batcher:
     pages given back, their tokens kept and computed again later), so the oldest always finishes.
     """
 
-    def __init__(self, config: BatcherConfig, propose: Propose) -> None:
+    def __init__(self, config: BatcherConfig, propose: Propose, cost_table: CostTable | None = None) -> None:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
@@ -66,6 +71,7 @@ class Batcher:
         self.prefix_hits = 0  # of these, found
         self._config = config
         self._propose = propose
+        self._cost_table = cost_table
 
     @property
     def has_work(self) -> bool:
@@ -102,14 +108,25 @@ class Batcher:
         if self.waiting or len(decoding) < len(self.running):
             budget //= 2
         spare = max(0, budget - len(decoding))
+        longest = self._longest_worthwhile_draft(len(decoding))
         limits = []
         for sequence in decoding:
             asked = sequence.request.params.max_draft_tokens
-            limit = self._config.max_draft_tokens if asked is None else min(asked, self._config.max_draft_tokens)
+            limit = longest if asked is None else min(asked, longest)
             limit = max(0, min(limit, sequence.max_useful_draft_tokens, spare))
             spare -= limit
             limits.append(limit)
         return self._propose(decoding, limits)
+
+    def _longest_worthwhile_draft(self, num_decoding: int) -> int:
+        """How many tokens each sequence may draft before the pass costs ``MAX_DRAFT_COST`` times one without."""
+        longest, table = self._config.max_draft_tokens, self._cost_table
+        if table is None or num_decoding == 0:
+            return longest
+        limit_ms = MAX_DRAFT_COST * table.pass_ms(num_decoding)
+        while longest > 0 and table.pass_ms(num_decoding * (1 + longest)) > limit_ms:
+            longest -= 1
+        return longest
 
     def _schedule_decode(
         self, sequence: Sequence, draft: Draft, scheduled: list[ScheduledRows]

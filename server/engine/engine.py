@@ -19,7 +19,9 @@ from outrider.kvcache.prefix_index import Namespace
 from outrider.kvcache.sequence import SequencePages
 from outrider.kvcache.storage import KVStorage
 from outrider.server.engine.batcher import Batcher, BatcherConfig, ScheduledRows
+from outrider.server.engine.cost_table import CostTable, cached_cost_table
 from outrider.server.engine.drafting import GuardedDrafter
+from outrider.server.engine.profile import profile, profile_key
 from outrider.server.engine.request import EngineStats, FinishReason, ModelInfo, Request, StepOutput
 from outrider.server.engine.sequence import Sequence
 from outrider.server.engine.settings import EngineSettings
@@ -35,16 +37,18 @@ DEFAULT_MAX_CONTEXT = 8192
 
 
 class Engine:
-    """Generates for many requests at once. Loading takes seconds.
+    """Generates for many requests at once. Loading takes seconds, one more where its passes were never measured.
 
-    ``drafter``, if given, takes the place of the settings' own.
+    ``drafter`` and ``cost_table``, if given, take the place of the settings' own and of a measured one.
 
     Raises:
         UnsupportedCheckpoint: the model cannot be served.
         ValueError: the settings do not fit the model or the memory.
     """
 
-    def __init__(self, settings: EngineSettings, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, settings: EngineSettings, drafter: Drafter | None = None, cost_table: CostTable | None = None
+    ) -> None:
         settings = settings.resolved()
         torch.set_grad_enabled(False)
         if settings.num_threads:
@@ -67,9 +71,13 @@ class Engine:
         self._max_context = min(self._max_context, self._pool.num_pages * settings.page_size)
         self._sampler = Sampler(operations)
         self._drafter = GuardedDrafter(drafter or _make_drafter(settings), checkpoint.config.vocab_size)
+        self.cost_table = cost_table  # None: not measured, by the settings' wish
+        if cost_table is None and settings.profile:
+            self.cost_table = self._measure(checkpoint.fingerprint)
         self._batcher = Batcher(
             BatcherConfig(settings.max_running, settings.max_step_tokens, settings.max_draft_tokens),
             self._drafter.propose,
+            self.cost_table,
         )
         self._namespace_model = checkpoint.fingerprint
         self._sequences: dict[str, Sequence] = {}
@@ -147,6 +155,14 @@ class Engine:
             if output is not None:
                 outputs.append(output)
         return outputs
+
+    def _measure(self, fingerprint: str) -> CostTable:
+        """What passes cost here: kept from an earlier start, or measured now."""
+        settings, max_context = self._settings, self._max_context
+        return cached_cost_table(
+            profile_key(settings, fingerprint, max_context),
+            lambda: profile(self._model, settings.page_size, settings.max_step_tokens, max_context),
+        )
 
     def _forward(self, scheduled: list[ScheduledRows]) -> list[Verdict]:
         """Compute the rows; a verdict for every part of the plan that predicts."""

@@ -270,7 +270,7 @@ void attention(Machine& machine, const Array<float>& query, const Array<uint8_t>
     const int64_t stride = static_cast<int64_t>(plan->num_heads) * plan->layout.head_dim;
     const AttentionLayer layer = {query.data(), stride, scale, keys.data(), values.data(), to.mutable_data(), stride};
     const size_t scratch_stride = (plan->scratch_floats() + 15) / 16 * 16;
-    const auto scratch = std::make_shared<HugeBuffer>(machine.pool.num_threads() * scratch_stride * sizeof(float));
+    const auto scratch = machine.scratch(scratch_stride * sizeof(float));
     const Kernels* kernels = &machine.kernels;
     const py::gil_scoped_release release;
     machine.pool.run([=](Team& team) {

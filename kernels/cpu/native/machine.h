@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <string>
 
+#include "huge_buffer.h"
 #include "kernels.h"
 #include "thread_pool.h"
 
@@ -13,8 +15,19 @@ struct Machine {
     Machine(int num_threads, const std::string& instruction_set)
         : pool(num_threads), kernels(kernels_for(instruction_set)) {}
 
+    // Memory for each thread, kept from call to call; only a running program may write it. Not for several callers at
+    // a time: Python's lock sees to that.
+    std::shared_ptr<const HugeBuffer> scratch(size_t bytes_each) {
+        const size_t num_bytes = pool.num_threads() * bytes_each;
+        if (!scratch_ || scratch_->size() < num_bytes) scratch_ = std::make_shared<const HugeBuffer>(num_bytes);
+        return scratch_;
+    }
+
     ThreadPool pool;
     const Kernels& kernels;
+
+  private:
+    std::shared_ptr<const HugeBuffer> scratch_;
 };
 
 // How a linear layer's work is cut: bites of panels, times blocks of rows that stay in a core's cache meanwhile.

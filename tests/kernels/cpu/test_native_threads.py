@@ -164,5 +164,5 @@ def test_a_number_of_threads_nobody_can_mean_is_refused(num_threads: int) -> Non
 
 
 def test_an_unknown_instruction_set_is_named() -> None:
-    with pytest.raises(ValueError, match='no instruction set "abacus"; use one of .*scalar'):
+    with pytest.raises(ValueError, match=r'no instruction set "abacus"; use one of .*scalar'):
         _native.Machine(1, "abacus")

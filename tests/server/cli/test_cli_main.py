@@ -23,7 +23,7 @@ def outrider(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def add_command(monkeypatch: pytest.MonkeyPatch, name: str, command: ModuleType) -> None:
     monkeypatch.setitem(cli.COMMANDS, name, "made by a test")
-    monkeypatch.setitem(sys.modules, f"outrider.server.cli.{name}", command)
+    monkeypatch.setitem(sys.modules, f"outrider.server.cli.{name.replace(' ', '_')}", command)
 
 
 def test_help_names_every_command_and_the_exit_codes() -> None:
@@ -37,7 +37,7 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_the_help_of_a_command_is_a_manual(command: str) -> None:
-    shown = outrider(command, "--help")
+    shown = outrider(*command.split(), "--help")
     assert shown.returncode == 0, shown.stderr
     assert f"usage: outrider {command}" in shown.stdout
     assert "example" in shown.stdout
@@ -71,6 +71,19 @@ def test_the_exit_code_is_the_commands_own(monkeypatch: pytest.MonkeyPatch) -> N
     command.run = lambda args: args.code  # type: ignore[attr-defined]
     add_command(monkeypatch, "answer", command)
     assert cli.main(["answer", "--code", "7"]) == 7
+
+
+def test_a_command_may_have_two_words_and_a_path_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("bench", "bench depth"):
+        command = ModuleType(name)
+        command.add_arguments = lambda parser: parser.add_argument("what", nargs="?")  # type: ignore[attr-defined]
+        command.run = lambda args: print(f"{args.command}: {args.what}") or 0  # type: ignore[attr-defined]
+        add_command(monkeypatch, name, command)
+    for arguments in (["bench", "depth"], ["bench", "depth", "5"], ["bench", "./depth"], ["bench", "depths"]):
+        assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == "bench depth: None\nbench depth: 5\nbench: ./depth\nbench: depths\n"
 
 
 def test_an_interrupted_command_says_nothing_and_returns_130(

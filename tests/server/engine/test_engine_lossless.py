@@ -1,19 +1,35 @@
-"""Greedy answers are the model's own, token for token, whatever the engine does to compute them sooner."""
+"""Answers, and every bit of the logits behind them, are the model's own, whatever the engine does to be faster."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_runs import ScriptedDrafter, greedy, make_engine, run, run_one, sampled
+from engine_runs import Answer, greedy, make_engine, run, run_one, sampled
+from logit_tap import LogitTap
+from tiny_model import save_tiny_model, tiny_llama_config
 from transformers import AutoModelForCausalLM
 
-from outrider.server.engine.request import FinishReason
-
-MAX_TOKENS = 48
+MAX_TOKENS = 40
+SAMPLING = {"temperature": 0.8, "top_p": 0.95}
+KERNELS: dict[str, dict[str, Any]] = {
+    "reference": {"kernels": "reference"},
+    "cpu": {"kernels": "cpu"},
+    "cpu, int8 weights": {"kernels": "cpu", "quantize": "int8"},
+    "cpu, int4 weights, int8 cache": {"kernels": "cpu", "quantize": "int4", "kv_cache_dtype": "int8"},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "drafts of 8, alone": {"max_draft_tokens": 8, "max_running": 1},
+    "no drafts, batches of 8, chunks of 16": {"max_draft_tokens": 0, "max_running": 8, "max_step_tokens": 16},
+    "drafts of 1, batches of 4, chunks of 512": {"max_draft_tokens": 1, "max_running": 4, "max_step_tokens": 512},
+    "drafts of 8, batches of 16, chunks of 24": {"max_draft_tokens": 8, "max_running": 16, "max_step_tokens": 24},
+    "1 thread, pages of 5": {"num_threads": 1, "page_size": 5},
+    "3 threads, pages of 64, drafts of 3": {"num_threads": 3, "page_size": 64, "max_draft_tokens": 3},
+}
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -23,59 +39,120 @@ def prompt(seed: int, length: int) -> list[int]:
 PROMPTS = [prompt(seed, length) for seed, length in enumerate([5, 16, 33, 64, 100, 7, 130, 48])]
 
 
-@cache
-def oracle(model: Path) -> list[list[int]]:
-    """Hugging Face's greedy answers."""
-    hugging_face = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    answers = []
-    with torch.no_grad():
-        for token_ids in PROMPTS:
-            result = hugging_face.generate(
-                torch.tensor([token_ids]), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0
-            )
-            answers.append(result[0, len(token_ids) :].tolist())
-    return answers
+@pytest.fixture(scope="module")
+def whole_groups_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Like the tiny model, but of sizes that 4-bit weights can have: whole groups of 32."""
+    config = tiny_llama_config(hidden_size=64, head_dim=16, intermediate_size=160)
+    return save_tiny_model(tmp_path_factory.mktemp("whole_groups_model"), config)
 
 
-def requests(indices: range | list[int], **params: Any) -> list[Any]:
+@dataclass(frozen=True)
+class Plain:
+    """One model on some kernels, and its own answers: one request at a time, a token a step."""
+
+    path: Path
+    settings: dict[str, Any]
+    greedy: list[list[int]]
+    sampled: list[list[int]]
+    logits: LogitTap
+
+    def engine(self, **changes: Any) -> Any:
+        return make_engine(self.path, **{**self.settings, **changes})
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def plain(request: pytest.FixtureRequest, tiny_model: Path, whole_groups_model: Path) -> Plain:
+    path = whole_groups_model if "quantize" in KERNELS[request.param] else tiny_model
+    engine = make_engine(path, drafter="none", **KERNELS[request.param])
+    tap = LogitTap(engine)
+    answers = [
+        [run_one(engine, question).token_ids for question in questions]
+        for questions in (greedy_requests(), sampled_requests())
+    ]
+    return Plain(path, KERNELS[request.param], *answers, tap)
+
+
+def greedy_requests(indices: Sequence[int] = range(8), **params: Any) -> list[Any]:
     return [greedy(PROMPTS[i], str(i), MAX_TOKENS, **params) for i in indices]
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 8])
-@pytest.mark.parametrize("max_draft_tokens", [0, 1, 4, 8])
-@pytest.mark.parametrize("max_step_tokens", [16, 512])
-def test_answers_equal_hugging_faces(
-    tiny_model: Path, max_draft_tokens: int, batch_size: int, max_step_tokens: int
-) -> None:
-    engine = make_engine(
-        tiny_model, max_draft_tokens=max_draft_tokens, max_step_tokens=max_step_tokens, max_running=batch_size
-    )
+def sampled_requests(indices: Sequence[int] = range(8)) -> list[Any]:
+    return [sampled(PROMPTS[i], f"sampled {i}", 24, seed=i, **SAMPLING) for i in indices]
+
+
+def assert_plain(answers: dict[str, Answer], plain: Plain, tap: LogitTap) -> None:
+    for index, expected in enumerate(plain.greedy):
+        assert answers[str(index)].token_ids == expected
+    for index, expected in enumerate(plain.sampled):
+        if f"sampled {index}" in answers:
+            assert answers[f"sampled {index}"].token_ids == expected
+    tap.assert_same(plain.logits)
+
+
+@pytest.mark.parametrize("kernels", [KERNELS["reference"], {"kernels": "cpu", "kv_cache_dtype": "f32"}], ids=str)
+def test_answers_in_float32_equal_hugging_faces(tiny_model: Path, kernels: dict[str, Any]) -> None:
+    hugging_face = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    answers = run(make_engine(tiny_model, **kernels), greedy_requests())
+    for index, token_ids in enumerate(PROMPTS):
+        with torch.no_grad():
+            expected = hugging_face.generate(
+                torch.tensor([token_ids]), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0
+            )
+        assert answers[str(index)].token_ids == expected[0, len(token_ids) :].tolist()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_to_be_faster_changes_a_bit(plain: Plain, way: str) -> None:
+    engine = plain.engine(**WAYS[way])
+    tap = LogitTap(engine)
     # They join two steps apart and leave when done, so the batch changes all the time.
-    joining = {2 * i: requests([i]) for i in range(len(PROMPTS))}
+    joining = {2 * i: list(both) for i, both in enumerate(zip(greedy_requests(), sampled_requests(), strict=True))}
     answers = run(engine, [], joining)
-    assert [answers[str(i)].token_ids for i in range(len(PROMPTS))] == oracle(tiny_model)
-    if max_draft_tokens == 8:
-        assert sum(answer.num_accepted for answer in answers.values()) > 50, "no draft was ever accepted: vacuous"
+    assert_plain(answers, plain, tap)
+    assert tap.bits.keys() >= plain.logits.bits.keys()
+    assert len({tuple(answer) for answer in plain.sampled}) == len(PROMPTS)
+    if WAYS[way].get("max_draft_tokens") != 0:
+        assert sum(answer.num_accepted for answer in answers.values()) > 20, "no draft was ever accepted: vacuous"
 
 
-def test_prefix_hits_change_nothing(tiny_model: Path) -> None:
-    engine = make_engine(tiny_model)
-    first = run(engine, requests(range(len(PROMPTS))))
-    again = run(engine, requests(range(len(PROMPTS))))
-    for index, expected in enumerate(oracle(tiny_model)):
-        assert first[str(index)].token_ids == again[str(index)].token_ids == expected
+def test_prefix_hits_change_no_bit(plain: Plain) -> None:
+    engine = plain.engine()
+    tap = LogitTap(engine)
+    assert_plain(run(engine, greedy_requests()), plain, tap)
+    again = run(engine, greedy_requests())
+    assert_plain(again, plain, tap)
+    assert tap.num_repeats >= sum(map(len, plain.greedy))
+    for index, token_ids in enumerate(PROMPTS):
         # All full pages of the prompt, but for the last token: it is computed to be continued from.
-        assert again[str(index)].num_cached_tokens == min(len(PROMPTS[index]) // 16 * 16, len(PROMPTS[index]) - 1)
+        assert again[str(index)].num_cached_tokens == min(len(token_ids) // 16 * 16, len(token_ids) - 1)
     assert engine.stats.prefix_hits == sum(answer.num_cached_tokens for answer in again.values())
 
 
-def test_an_answer_can_be_a_prefix(tiny_model: Path) -> None:
-    engine = make_engine(tiny_model)
+def test_an_answer_can_be_a_prefix(plain: Plain) -> None:
+    engine, cold = plain.engine(), plain.engine()
+    warm_tap, cold_tap = LogitTap(engine), LogitTap(cold)
     first = run_one(engine, greedy(PROMPTS[4], max_tokens=40))
     turn = PROMPTS[4] + first.token_ids + [5, 6, 7]
     warm = run_one(engine, greedy(turn))
     assert warm.num_cached_tokens >= (len(PROMPTS[4]) + len(first.token_ids) - 1) // 16 * 16
-    assert warm.token_ids == run_one(make_engine(tiny_model), greedy(turn)).token_ids
+    assert warm.token_ids == run_one(cold, greedy(turn)).token_ids
+    warm_tap.assert_same(cold_tap)
+
+
+def test_preemption_changes_no_bit(plain: Plain) -> None:
+    # 40 sequences that soon need a second page each, and at most 32 pages.
+    engine = plain.engine(kv_cache_mib=1, page_size=256, max_running=40, max_step_tokens=512, max_context=512)
+    tap = LogitTap(engine)
+    questions = [greedy(prompt(seed, 250 - seed % 7), str(seed), 20, ignore_eos=True) for seed in range(40)]
+    answers = run(engine, questions)
+    assert engine.stats.num_preemptions > 0, "the pool was never short: vacuous"
+    assert sum(answer.num_draft_tokens for answer in answers.values()) > 0
+    roomy = plain.engine(drafter="none", max_step_tokens=512)
+    roomy_tap = LogitTap(roomy)
+    expected = run(roomy, questions)
+    assert roomy.stats.num_preemptions == 0
+    assert [answers[q.request_id].token_ids for q in questions] == [expected[q.request_id].token_ids for q in questions]
+    tap.assert_same(roomy_tap)
 
 
 def test_tenants_do_not_share_pages(tiny_model: Path) -> None:
@@ -83,115 +160,3 @@ def test_tenants_do_not_share_pages(tiny_model: Path) -> None:
     run_one(engine, sampled(PROMPTS[4], tenant="a"))
     assert run_one(engine, sampled(PROMPTS[4], tenant="b")).num_cached_tokens == 0
     assert run_one(engine, sampled(PROMPTS[4], tenant="a")).num_cached_tokens > 0
-
-
-@pytest.mark.parametrize("max_draft_tokens", [0, 8])
-def test_preemption_changes_nothing(tiny_model: Path, max_draft_tokens: int) -> None:
-    # 1 MiB / (16 tokens x 2 layers x 2 x 2 heads x 12 x 4 bytes) = 170 pages; longer pages make it fewer.
-    engine = make_engine(tiny_model, kv_cache_mib=1, page_size=128, max_draft_tokens=max_draft_tokens)
-    many = {f"{i}.{copy}": greedy([*PROMPTS[i], 200 + copy], f"{i}.{copy}", 150) for i in range(8) for copy in range(3)}
-    answers = run(engine, many.values())
-    assert engine.stats.num_preemptions > 0, "the pool was never short: vacuous"
-    roomy = make_engine(tiny_model, max_draft_tokens=0)
-    for name, request in many.items():
-        assert answers[name].token_ids == run_one(roomy, request).token_ids
-
-
-@pytest.mark.parametrize("phase", range(0, 16, 3))
-@pytest.mark.parametrize("max_draft_tokens", [1, 3, 4, 8, 16])
-def test_a_drafter_that_knows_the_answer_is_always_right(tiny_model: Path, phase: int, max_draft_tokens: int) -> None:
-    token_ids = PROMPTS[3][: 40 + phase]
-    plain = run_one(make_engine(tiny_model, drafter="none"), greedy(token_ids, ignore_eos=True))
-    drafter = ScriptedDrafter({tuple(token_ids): plain.token_ids})
-    drafted = run_one(
-        make_engine(tiny_model, drafter, max_draft_tokens=max_draft_tokens), greedy(token_ids, ignore_eos=True)
-    )
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.num_accepted == drafted.num_draft_tokens
-    # The prefill's own token, then max_draft_tokens + 1 a step.
-    assert drafted.num_steps == 1 + -(-31 // (max_draft_tokens + 1))
-
-
-def test_a_drafter_that_is_always_wrong_costs_one_token_a_step_and_changes_nothing(tiny_model: Path) -> None:
-    plain = run_one(make_engine(tiny_model, drafter="none"), greedy(PROMPTS[2], ignore_eos=True))
-    drafter = ScriptedDrafter({tuple(PROMPTS[2]): plain.token_ids}, lambda draft: [(t + 1) % 259 for t in draft])
-    drafted = run_one(make_engine(tiny_model, drafter), greedy(PROMPTS[2], ignore_eos=True))
-    assert drafted.token_ids == plain.token_ids
-    assert (drafted.num_accepted, drafted.num_steps) == (0, 32)
-    assert drafted.num_draft_tokens > 100
-
-
-@pytest.mark.parametrize("right", range(8))
-def test_a_draft_that_is_right_for_a_while_gains_just_that(tiny_model: Path, right: int) -> None:
-    plain = run_one(make_engine(tiny_model, drafter="none"), greedy(PROMPTS[1], ignore_eos=True, max_tokens=91))
-    drafter = ScriptedDrafter(
-        {tuple(PROMPTS[1]): plain.token_ids}, lambda draft: [*draft[:right], *((t + 1) % 259 for t in draft[right:])]
-    )
-    drafted = run_one(make_engine(tiny_model, drafter), greedy(PROMPTS[1], ignore_eos=True, max_tokens=91))
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.num_steps == 1 + -(-90 // (right + 1))
-
-
-class FailingDrafter(ScriptedDrafter):
-    def __init__(self, fails_in: str) -> None:
-        super().__init__({tuple(token_ids): [] for token_ids in PROMPTS})
-        setattr(self, fails_in, self._fail)
-
-    def _fail(self, *_: object) -> Any:
-        raise RuntimeError("the drafter is broken")
-
-
-@pytest.mark.parametrize("fails_in", ["begin", "extend", "propose", "release"])
-def test_a_drafter_that_fails_is_done_without(tiny_model: Path, fails_in: str) -> None:
-    answers = run(make_engine(tiny_model, FailingDrafter(fails_in)), requests(range(8)))
-    assert [answers[str(i)].token_ids for i in range(8)] == oracle(tiny_model)
-
-
-@pytest.mark.parametrize("bad_id", [-1, 259, 10**12])
-def test_a_draft_ends_before_an_id_the_model_does_not_have(tiny_model: Path, bad_id: int) -> None:
-    expected = oracle(tiny_model)[4]
-    drafter = ScriptedDrafter({tuple(PROMPTS[4]): expected}, lambda draft: [*draft[:2], bad_id, *draft[2:]])
-    answer = run_one(make_engine(tiny_model, drafter), greedy(PROMPTS[4], max_tokens=MAX_TOKENS))
-    assert answer.token_ids == expected
-    assert answer.num_accepted == answer.num_draft_tokens > 0
-
-
-@pytest.mark.parametrize("stop_at", range(1, 20))
-def test_an_end_inside_a_draft_ends_the_answer_there(tiny_model: Path, stop_at: int) -> None:
-    full = run_one(
-        make_engine(tiny_model, drafter="none"), greedy(PROMPTS[5], max_tokens=24, ignore_eos=True)
-    ).token_ids
-    stop_id = full[stop_at]
-    expected = full[: full.index(stop_id) + 1]
-    drafter = ScriptedDrafter({tuple(PROMPTS[5]): full})
-    request = greedy(PROMPTS[5], max_tokens=24, ignore_eos=True, stop_token_ids=(stop_id,))
-    answer = run_one(make_engine(tiny_model, drafter), request)
-    assert answer.token_ids == expected
-    assert answer.finish_reason == FinishReason.STOP
-    assert answer.num_accepted <= len(expected)
-
-
-@pytest.mark.parametrize("cap", range(1, 20))
-@pytest.mark.parametrize("stop_at", [3, 8, 12])
-def test_stop_strings_and_caps_inside_a_draft_act_as_without_one(tiny_model: Path, cap: int, stop_at: int) -> None:
-    plain_engine = make_engine(tiny_model, drafter="none")
-    full = run_one(plain_engine, greedy(PROMPTS[6], max_tokens=24, ignore_eos=True))
-    stop = full.text[stop_at : stop_at + 2]
-    request = greedy(PROMPTS[6], max_tokens=cap, ignore_eos=True, stop=(stop,), logprobs=2)
-    drafted = run_one(make_engine(tiny_model, ScriptedDrafter({tuple(PROMPTS[6]): full.token_ids})), request)
-    plain = run_one(plain_engine, request)
-    for name in ("token_ids", "text", "finish_reason", "logprobs"):
-        assert getattr(drafted, name) == getattr(plain, name), name
-    assert stop not in drafted.text
-
-
-def test_sampled_text_does_not_depend_on_drafts_or_neighbours(tiny_model: Path) -> None:
-    def ask(index: int, **params: Any) -> Any:
-        return sampled(PROMPTS[index], str(index), 40, temperature=0.8, top_p=0.95, seed=index, **params)
-
-    alone = [run_one(make_engine(tiny_model, drafter="none"), ask(i)).token_ids for i in range(8)]
-    for settings in ({}, {"max_draft_tokens": 3}, {"max_step_tokens": 16, "max_running": 4}):
-        engine = make_engine(tiny_model, **settings)
-        answers = run(engine, [], {3 * i: [ask(i)] for i in range(8)})
-        assert [answers[str(i)].token_ids for i in range(8)] == alone
-    assert len({tuple(tokens) for tokens in alone}) == 8
