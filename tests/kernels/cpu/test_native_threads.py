@@ -108,7 +108,8 @@ def test_a_machine_lives_as_long_as_its_decoder(model: RandomDecoder) -> None:
 
 
 def test_other_python_threads_run_meanwhile() -> None:
-    multiply, machine = product("F32", 400, 1000), _native.Machine(1, BEST)
+    machine, packed = _native.Machine(1, BEST), pack([random_weight("F32", 1000, 96, seed=1)])
+    x, result = np.ones((400, 96), dtype=np.float32), np.empty((400, 1000), dtype=np.float32)
     num_steps, stopping = 0, threading.Event()
 
     def count() -> None:
@@ -123,7 +124,7 @@ def test_other_python_threads_run_meanwhile() -> None:
     try:
         for _ in range(1000):
             steps_before = num_steps
-            multiply(machine)
+            machine.linear(x, packed, result)
             if num_steps > steps_before:
                 break
         else:

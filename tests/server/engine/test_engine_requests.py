@@ -110,7 +110,7 @@ def test_all_text_comes_once_and_equals_the_tokens(tiny_model: Path) -> None:
 def test_logprobs_are_the_models_own(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    answer = run_one(make_engine(tiny_model), greedy(PROMPT, logprobs=3, ignore_eos=True))
+    answer = run_one(make_engine(tiny_model, kv_cache_dtype="f32"), greedy(PROMPT, logprobs=3, ignore_eos=True))
     with torch.no_grad():
         oracle = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
         logits = oracle(torch.tensor([PROMPT + answer.token_ids])).logits[0, len(PROMPT) - 1 : -1]
