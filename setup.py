@@ -89,6 +89,8 @@ class BuildNative(build_ext):
 
 def flags(source: str) -> list[str]:
     """What this file is compiled with beside the common flags."""
+    if Path(source).name.startswith("bind"):
+        return ["-O1"]  # checks and calls: nothing to optimise but the time that pybind11's templates take
     return INSTRUCTION_SETS.get(Path(source).name, (None, []))[1]
 
 

@@ -41,7 +41,12 @@ class Answer:
 
 
 def make_engine(path: Path, drafter: Any = None, cost_table: CostTable | None = None, **settings: Any) -> Engine:
-    """Without a profile, unless asked for: drafts are then as long in every run."""
+    """``drafter``: one itself, or the name of one.
+
+    Without a profile, unless asked for: drafts are then as long in every run.
+    """
+    if isinstance(drafter, str):
+        settings["drafter"], drafter = drafter, None
     settings = {"kv_cache_mib": 16, "profile": False, **settings}
     return Engine(EngineSettings(model_path=str(path), model_name="tiny", **settings), drafter, cost_table)
 

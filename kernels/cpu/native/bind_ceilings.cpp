@@ -2,7 +2,6 @@
 #include "ceilings.h"
 #include "checks.h"
 #include "machine.h"
-#include "weights.h"
 
 namespace outrider {
 namespace {
@@ -22,18 +21,6 @@ int64_t multiply(Machine& machine, int64_t num_steps) {
     return kMultiply(machine, num_steps);
 }
 
-const char* format_name(const PackedLinear& linear) {
-    switch (linear.panels().format) {
-        case WeightFormat::Q4_0: return "Q4_0";
-        case WeightFormat::Q4_1: return "Q4_1";
-        case WeightFormat::Q8_0: return "Q8_0";
-        case WeightFormat::Q8_CHANNEL: return "Q8_CHANNEL";
-        case WeightFormat::BF16: return "BF16";
-        case WeightFormat::F32: return "F32";
-    }
-    return "";
-}
-
 }  // namespace
 
 void bind_ceilings(py::module_& module) {
@@ -43,7 +30,6 @@ void bind_ceilings(py::module_& module) {
                "Multiplies int8 in registers, on all threads; returns how many multiply-adds were done.");
     module.def("multiply_f32", &multiply<multiply_f32>, py::arg("machine"), py::arg("num_steps"),
                "The same with floats.");
-    module.def("weight_format", &format_name, py::arg("linear"), "The form in which its weights are kept.");
 }
 
 }  // namespace outrider

@@ -2,72 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <optional>
-
 #include "activations.h"
 #include "checks.h"
 #include "decoder.h"
 
 namespace outrider {
 namespace {
-
-WeightFormat weight_format(const std::string& name) {
-    static const char* const kNames[] = {"Q4_0", "Q4_1", "Q8_0", "Q8_CHANNEL", "BF16", "F32"};
-    for (int i = 0; i < 6; ++i) {
-        if (name == kNames[i]) return static_cast<WeightFormat>(i);
-    }
-    throw std::invalid_argument("no weight format called " + name);
-}
-
-size_t row_bytes(WeightFormat format, int in_features) {
-    switch (format) {
-        case WeightFormat::Q4_0: return in_features / kGroupSize * 18;
-        case WeightFormat::Q4_1: return in_features / kGroupSize * 20;
-        case WeightFormat::Q8_0: return in_features / kGroupSize * 34;
-        case WeightFormat::Q8_CHANNEL: return in_features;
-        case WeightFormat::BF16: return in_features * size_t{2};
-        case WeightFormat::F32: return in_features * size_t{4};
-    }
-    return 0;
-}
-
-std::shared_ptr<PackedLinear> pack_linear(const std::string& format_name, int in_features,
-                                          const std::vector<Array<uint8_t>>& blocks,
-                                          const std::optional<Array<float>>& channel_scales,
-                                          const std::optional<Array<float>>& bias) {
-    const WeightFormat format = weight_format(format_name);
-    require(in_features > 0, "in_features must be positive");
-    require(format > WeightFormat::Q8_0 || in_features % kGroupSize == 0,
-            format_name + " has groups of 32 inputs, and " + std::to_string(in_features) + " are not whole groups");
-    std::vector<PackedLinear::StoredRows> stored;
-    py::ssize_t num_rows = 0;
-    const size_t bytes = row_bytes(format, in_features);
-    for (const Array<uint8_t>& weight : blocks) {
-        require_shape(weight, {weight.ndim() > 0 ? weight.shape(0) : 0, static_cast<py::ssize_t>(bytes)}, "blocks");
-        stored.push_back({weight.data(), bytes, static_cast<int>(weight.shape(0))});
-        num_rows += weight.shape(0);
-    }
-    require(channel_scales.has_value() == (format == WeightFormat::Q8_CHANNEL), "channel_scales are for Q8_CHANNEL");
-    if (channel_scales) require_shape(*channel_scales, {num_rows}, "channel_scales");
-    if (bias) require_shape(*bias, {num_rows}, "bias");
-    const py::gil_scoped_release release;
-    return std::make_shared<PackedLinear>(format, in_features, stored, channel_scales ? channel_scales->data() : nullptr,
-                                          bias ? bias->data() : nullptr);
-}
-
-void unpack_rows(const PackedLinear& linear, const Array<int64_t>& channels, Array<float>& to) {
-    const Panels& panels = linear.panels();
-    const int in_features = panels.in_features, last = panels.num_panels - 1;
-    require(last < 0 || panels.first_columns[last] == last * kPanelChannels,
-            "rows of a layer that stacks several weights cannot be unpacked");
-    require_shape(to, {channels.size(), in_features}, "to");
-    const int64_t* ids = channels.data();
-    for (py::ssize_t i = 0; i < channels.size(); ++i) {
-        require(ids[i] >= 0 && ids[i] < panels.out_features,
-                "row " + std::to_string(ids[i]) + " of a table with " + std::to_string(panels.out_features));
-        linear.unpack_row(static_cast<int>(ids[i]), to.mutable_data() + i * in_features);
-    }
-}
 
 // Runs row_work(row) for each row, several rows a chunk.
 template <typename RowWork>
@@ -283,61 +223,11 @@ void attention(Machine& machine, const Array<float>& query, const Array<uint8_t>
     });
 }
 
-std::vector<float> to_vector(const Array<float>& array) { return {array.data(), array.data() + array.size()}; }
-
-std::shared_ptr<Decoder> make_decoder(const std::shared_ptr<Machine>& machine, int hidden_size, int num_heads,
-                                      int num_kv_heads, int head_dim, float eps, float scale, const py::list& layers) {
-    require(hidden_size > 0 && head_dim % 2 == 0, "hidden_size must be positive, head_dim even");
-    require_heads(num_heads, num_kv_heads, head_dim);
-    require(!layers.empty(), "a decoder needs at least one layer");
-    DecoderShape shape = {hidden_size, num_heads, num_kv_heads, head_dim, 0, eps, scale};
-    std::vector<DecoderLayer> native;
-    for (const py::handle& layer : layers) {
-        const auto linear_of = [&](const char* name) { return layer.attr(name).cast<std::shared_ptr<PackedLinear>>(); };
-        DecoderLayer one;
-        one.input_norm = to_vector(layer.attr("input_norm").cast<Array<float>>());
-        one.qkv = linear_of("qkv");
-        if (!layer.attr("query_key_norm").is_none()) {
-            one.query_key_norm = to_vector(layer.attr("query_key_norm").cast<Array<float>>());
-        }
-        one.attention_output = linear_of("attention_output");
-        one.mlp_norm = to_vector(layer.attr("mlp_norm").cast<Array<float>>());
-        one.gate_up = linear_of("gate_up");
-        one.down = linear_of("down");
-        one.has_window = layer.attr("has_window").cast<bool>();
-        if (native.empty() && one.down != nullptr) shape.intermediate_size = one.down->panels().in_features;
-        require_layer(one, shape);
-        native.push_back(std::move(one));
-    }
-    return std::make_shared<Decoder>(machine, shape, std::move(native));
-}
-
-void run_decoder(Decoder& decoder, Array<float>& residual, const Array<float>& cos, const Array<float>& sin,
-                 Array<uint8_t>& cache, const std::shared_ptr<PassPlan>& full, const std::shared_ptr<PassPlan>& window,
-                 int first, int last) {
-    const DecoderShape& shape = decoder.shape();
-    require(0 <= first && first <= last && last <= decoder.num_layers(),
-            "there are layers 0 to " + std::to_string(decoder.num_layers()) + ", not " + std::to_string(first) + " to " +
-                std::to_string(last));
-    require_plans(decoder, full.get(), window.get(), first, last);
-    const PassPlan& any = full ? *full : *window;
-    const py::ssize_t num_rows = static_cast<py::ssize_t>(any.slots.size());
-    require_shape(residual, {num_rows, shape.hidden_size}, "residual");
-    require_shape(cos, {num_rows, shape.head_dim / 2}, "cos");
-    require_shape(sin, {num_rows, shape.head_dim / 2}, "sin");
-    for (const PassPlan* plan : {full.get(), window.get()}) {
-        if (plan != nullptr) require_caches(cache, decoder.num_layers(), *plan);
-    }
-    const DecoderPass pass = {static_cast<int>(num_rows), residual.mutable_data(), cos.data(), sin.data(),
-                              cache.mutable_data(), static_cast<size_t>(cache.size() / (cache.shape(0) * 2)), full,
-                              window};
-    const py::gil_scoped_release release;
-    decoder.run(pass, first, last);
-}
-
 }  // namespace
 
 void bind_ceilings(py::module_& module);
+void bind_decoder(py::module_& module);
+void bind_weights(py::module_& module);
 
 PYBIND11_MODULE(_native, module) {
     module.doc() = "Native kernels of Outrider for CPUs; see outrider.kernels.cpu.operations.";
@@ -372,21 +262,9 @@ PYBIND11_MODULE(_native, module) {
         .def("attention", &attention, py::arg("query").noconvert(), py::arg("keys").noconvert(),
              py::arg("values").noconvert(), py::arg("scale"), py::arg("plan").none(false), py::arg("to").noconvert());
 
-    py::class_<PackedLinear, std::shared_ptr<PackedLinear>>(module, "PackedLinear")
-        .def_property_readonly("in_features", [](const PackedLinear& linear) { return linear.panels().in_features; })
-        .def_property_readonly("out_features", [](const PackedLinear& linear) { return linear.panels().out_features; })
-        .def_property_readonly("num_bytes", &PackedLinear::num_bytes)
-        .def("unpack_rows", &unpack_rows, py::arg("channels").noconvert(), py::arg("to").noconvert());
-    module.def("pack_linear", &pack_linear, py::arg("format"), py::arg("in_features"), py::arg("blocks"),
-               py::arg("channel_scales") = py::none(), py::arg("bias") = py::none());
-
+    bind_weights(module);
     py::class_<PassPlan, std::shared_ptr<PassPlan>>(module, "PassPlan");
-    py::class_<Decoder, std::shared_ptr<Decoder>>(module, "Decoder")
-        .def(py::init(&make_decoder), py::arg("machine").none(false), py::arg("hidden_size"), py::arg("num_heads"),
-             py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("eps"), py::arg("scale"), py::arg("layers"))
-        .def("run", &run_decoder, py::arg("residual").noconvert(), py::arg("cos").noconvert(),
-             py::arg("sin").noconvert(), py::arg("cache").noconvert(), py::arg("full"), py::arg("window"),
-             py::arg("first"), py::arg("last"));
+    bind_decoder(module);
     bind_ceilings(module);
 }
 

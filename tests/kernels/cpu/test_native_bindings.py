@@ -131,6 +131,10 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "short angles": (lambda: MACHINE.rotary(floats(2, 1, 6), floats(2, 2), floats(2, 3)), "cos must be"),
     "odd gate": (lambda: MACHINE.silu_mul(floats(2, 5), floats(2, 2)), "gate_up must be"),
     "no vocabulary": (lambda: MACHINE.argmax(floats(2, 0), np.zeros(2, np.int64)), "logits must be"),
+    "none of the largest": (lambda: MACHINE.top_k(floats(2, 3), floats(2, 0), np.zeros((2, 0), np.int32)), "k must be"),
+    "more than there are": (lambda: MACHINE.top_k(floats(2, 3), floats(2, 4), np.zeros((2, 4), np.int32)), "k must be"),
+    "cold race": (lambda: MACHINE.race_candidates(floats(3), 0.0, 1, np.zeros(3, np.int32)), "temperature must be"),
+    "race of none": (lambda: MACHINE.race_candidates(floats(0), 1.0, 1, np.zeros(0, np.int32)), "not be empty"),
     "page of nothing": (lambda: plan(page_size=0), "page_size must be positive"),
     "negative window": (lambda: plan(window=-1), "window must be 0"),
     "uneven heads": (lambda: plan(num_heads=3, num_kv_heads=2), "3 query heads cannot share 2 KV heads"),
@@ -197,6 +201,7 @@ TYPE_ERRORS: dict[str, Callable[[], object]] = {
     "float blocks": lambda: _native.pack_linear("F32", 4, [floats(3, 16)]),  # type: ignore[list-item]
     "int32 ids": lambda: linear(4, 3).unpack_rows(np.zeros(1, np.int32), floats(1, 4)),  # type: ignore[arg-type]
     "int32 choices": lambda: MACHINE.argmax(floats(2, 3), np.zeros(2, np.int32)),  # type: ignore[arg-type]
+    "negative draw": lambda: MACHINE.race_candidates(floats(3), 1.0, -1, np.zeros(3, np.int32)),
     "no plan": lambda: attend(plan=None),
     "plan of nothing": lambda: write_kv(plan="plan"),
     "float cache": lambda: attend(keys=floats(2, 4, 1, 8)),
