@@ -26,7 +26,7 @@ class MachineCeilings:
     """Reads the ceilings of a machine's threads, in about 20 ms; what was in its caches is gone then.
 
     Memory is read in pieces and the fastest counts, or whatever else runs for a moment would lower the ceiling: beside
-    a busy process 256 MB in one go gave 11 GB/s, and the best 8 MB of them 35, as much as on a quiet machine.
+    a busy process 256 MB in one go gave 11 GB/s, and the best 8 MB of them 35.
 
     Args:
         num_bytes: of memory to be read, a multiple of 1024. Too few stay in the caches, and tell of these.

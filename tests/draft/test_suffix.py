@@ -113,7 +113,7 @@ def test_of_equal_matches_the_most_recent_wins() -> None:
 
 def test_longer_matches_draft_further() -> None:
     text = list(range(100, 120))
-    config = SuffixDrafterConfig(draft_per_match=1.5)
+    config = SuffixDrafterConfig(min_match_tokens=2, draft_per_match=1.5)
     lengths = [len(propose(follow(config, [*text, *text[:matched]]), 8)) for matched in range(1, 8)]
     assert lengths == [0, 3, 4, 6, 7, 8, 8]
 
@@ -229,7 +229,7 @@ def test_what_is_not_followed_is_refused() -> None:
         ({"min_match_tokens": 0}, "min_match_tokens is 0"),
         ({"draft_per_match": 0.0}, "draft_per_match is 0"),
         ({"draft_per_match": float("nan")}, "draft_per_match is nan"),
-        ({"max_tokens_indexed": 3}, "max_tokens_indexed is 3"),
+        ({"min_match_tokens": 2, "max_tokens_indexed": 3}, "max_tokens_indexed is 3"),
         ({"max_search_steps": 0}, "max_search_steps is 0"),
     ],
 )
