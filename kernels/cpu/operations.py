@@ -68,7 +68,7 @@ class CpuOperations:
         kv_cache_dtype: str = "auto",
         instruction_set: str | None = None,
     ) -> None:
-        self._machine = _native.Machine(num_threads or usable_cpus(), instruction_set or selected_instruction_set())
+        self.machine = _native.Machine(num_threads or usable_cpus(), instruction_set or selected_instruction_set())
         self._quantize = quantize
         self._quantize_vocabulary = "int8" if quantize == "int4" else quantize  # embedding and head
         self._kv_format = "f16" if kv_cache_dtype == "auto" else kv_cache_dtype
@@ -79,7 +79,7 @@ class CpuOperations:
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         assert isinstance(packed, _native.PackedLinear)
         result = torch.empty(len(x), packed.out_features)
-        self._machine.linear(_array(x), packed, result.numpy())
+        self.machine.linear(_array(x), packed, result.numpy())
         return result
 
     def pack_embedding(self, weight: Weight) -> _native.PackedLinear:
@@ -101,19 +101,19 @@ class CpuOperations:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         result = torch.empty(x.shape)
         n = x.shape[-1]
-        self._machine.rms_norm(
+        self.machine.rms_norm(
             _array(x).reshape(-1, n), _array(weight).reshape(-1, n), eps, result.numpy().reshape(-1, n)
         )
         return result
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         result = x.clone(memory_format=torch.contiguous_format)
-        self._machine.rotary(result.numpy(), _array(cos), _array(sin))
+        self.machine.rotary(result.numpy(), _array(cos), _array(sin))
         return result
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         result = torch.empty(len(gate_up), gate_up.shape[1] // 2)
-        self._machine.silu_mul(_array(gate_up), result.numpy())
+        self.machine.silu_mul(_array(gate_up), result.numpy())
         return result
 
     def kv_layout(self, head_dim: int) -> tuple[torch.dtype, int]:
@@ -121,7 +121,7 @@ class CpuOperations:
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan) -> None:
         assert isinstance(plan, _native.PassPlan)
-        self._machine.write_kv(_array(key), _array(value), _bytes(key_cache), _bytes(value_cache), plan)
+        self.machine.write_kv(_array(key), _array(value), _bytes(key_cache), _bytes(value_cache), plan)
 
     def plan_attention(
         self,
@@ -132,7 +132,7 @@ class CpuOperations:
         head_dim: int,
         sliding_window: int | None,
     ) -> _native.PassPlan:
-        return self._machine.plan_pass(
+        return self.machine.plan_pass(
             batch.cu_seqlens_q,
             batch.seq_lens,
             batch.page_tables,
@@ -150,7 +150,7 @@ class CpuOperations:
     ) -> Tensor:
         assert isinstance(plan, _native.PassPlan)
         result = torch.empty(query.shape)
-        self._machine.attention(_array(query), _bytes(key_cache), _bytes(value_cache), scale, plan, result.numpy())
+        self.machine.attention(_array(query), _bytes(key_cache), _bytes(value_cache), scale, plan, result.numpy())
         return result
 
     def pack_decoder(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> _native.Decoder:
@@ -168,7 +168,7 @@ class CpuOperations:
             for layer in layers
         ]
         return _native.Decoder(
-            self._machine,
+            self.machine,
             shape.hidden_size,
             shape.num_heads,
             shape.num_kv_heads,
@@ -206,17 +206,17 @@ class CpuOperations:
 
     def argmax(self, logits: Tensor) -> Tensor:
         result = torch.empty(len(logits), dtype=torch.int64)
-        self._machine.argmax(_array(logits), result.numpy())
+        self.machine.argmax(_array(logits), result.numpy())
         return result
 
     def top_k(self, logits: Tensor, k: int) -> Tensor:
         values, ids = torch.empty(len(logits), k), torch.empty(len(logits), k, dtype=torch.int32)
-        self._machine.top_k(_array(logits), values.numpy(), ids.numpy())
+        self.machine.top_k(_array(logits), values.numpy(), ids.numpy())
         return ids.long()
 
     def race_candidates(self, logits: Tensor, temperature: float, draw: int) -> Tensor:
         ids = torch.empty(len(logits), dtype=torch.int32)
-        count = self._machine.race_candidates(_array(logits), temperature, draw, ids.numpy())
+        count = self.machine.race_candidates(_array(logits), temperature, draw, ids.numpy())
         return ids[:count].long()
 
     def log_softmax(self, logits: Tensor) -> Tensor:

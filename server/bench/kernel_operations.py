@@ -47,7 +47,7 @@ class KernelModel:
         checkpoint = open_checkpoint(path)
         self._config = checkpoint.config
         self._operations = CpuOperations(num_threads, quantize, kv_cache_dtype)
-        self.machine: _native.Machine = self._operations._machine
+        self.machine: _native.Machine = self._operations.machine
         longest = max(sum(shape) for shape in (*ATTENTIONS, *PASSES))
         self._max_tokens = min(longest, self._config.max_position_embeddings)
         noted = _Noted(self._operations)
