@@ -179,14 +179,19 @@ class KernelModel:
         batch = _batch(num_rows, context)
         num_logit_rows = num_rows if num_rows <= MAX_LOGIT_ROWS else 1
 
+        # Decoding is one pass after the other; a single one would also pay for waking threads and for cold code. The
+        # weights do not stay in the caches meanwhile, unless all of them fit.
+        num_calls = 8 if num_rows <= 8 else 1
+
         def run() -> None:
-            hidden = self._model.forward(token_ids, batch, self._storage)
-            self._model.logits(hidden[-num_logit_rows:])
+            for _ in range(num_calls):
+                hidden = self._model.forward(token_ids, batch, self._storage)
+                self._model.logits(hidden[-num_logit_rows:])
 
         parts = [self._attention_work(num_rows, context) for _ in self._layers]
         for name, linears in self._matrices().items():
             parts += [self._linear_work(linear, num_logit_rows if name == "head" else num_rows) for linear in linears]
-        return Operation("pass", tuple(parts), run, 1, num_rows, context)
+        return Operation("pass", tuple(parts), run, num_calls, num_rows, context)
 
     @property
     def _kv_bytes(self) -> int:

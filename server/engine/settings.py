@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from outrider.kernels.cpu.availability import native_problem
@@ -47,7 +48,9 @@ class EngineSettings:
             require(self.quantize == "none", "quantize", "none with the reference kernels")
             require(self.kv_cache_dtype in ("auto", "f32"), "kv_cache_dtype", "f32 with the reference kernels")
         require(self.drafter in DRAFTERS, "drafter", f"one of {', '.join(DRAFTERS)}")
-        require(0 <= self.num_threads <= 1024, "num_threads", "from 0 (one per core) to 1024")
+        # Threads that wait for each other on one processor take seconds for what two do in a millisecond.
+        most = max(8, 4 * (os.cpu_count() or 1))
+        require(0 <= self.num_threads <= most, "num_threads", f"from 0 (one per core) to {most} on this machine")
         require(self.max_context == 0 or self.max_context >= 16, "max_context", "0 (the model's own) or at least 16")
         require(1 <= self.page_size <= 256, "page_size", "from 1 to 256")
         require(self.kv_cache_mib >= 1, "kv_cache_mib", "at least 1")
