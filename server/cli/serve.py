@@ -121,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
     limits = make_settings(ConnectionLimits, args)
     settings = make_settings(ServerSettings, args, allow_origins=tuple(args.allow_origins), limits=limits)
     engine_settings = make_settings(EngineSettings, args, model_path="", model_name="")
+    check_kernels(engine_settings)
     with listen(settings.host, settings.port) as listener:
         path, name = find_model(args.model)
         engine_settings = replace(engine_settings, model_path=str(path), model_name=args.model_name or name)
@@ -131,6 +132,22 @@ def run(args: argparse.Namespace) -> int:
         finally:
             worker.kill()
     return 0
+
+
+def check_kernels(settings: EngineSettings) -> None:
+    """Find out before anything is started whether the kernels that are asked for can run here.
+
+    Raises:
+        CommandFailed: they cannot.
+    """
+    try:
+        if settings.resolved().kernels != "cpu":
+            return
+        if (problem := native_problem()) is not None:
+            raise CommandFailed(problem)
+        selected_instruction_set()
+    except ValueError as error:
+        raise CommandFailed(str(error)) from error
 
 
 def listen(host: str, port: int) -> socket.socket:

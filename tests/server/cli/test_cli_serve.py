@@ -85,6 +85,16 @@ def test_the_native_kernels_say_their_instruction_set_and_threads(tiny_model: Pa
         assert "kernels cpu (scalar, 1 thread)," in ready
 
 
+@pytest.mark.skipif(native_problem() is not None, reason="the native kernels are not built")
+def test_an_instruction_set_that_is_not_there_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CPU_ISA", "nonsense")
+    code, line = refused("--port", "0", "--kernels", "cpu")
+    assert code == 1
+    assert 'OUTRIDER_CPU_ISA: this CPU and build have no instruction set "nonsense"' in line
+
+
 def test_a_taken_port_is_told_with_its_number() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
