@@ -63,14 +63,6 @@ class KVStorage:
         """Keys and values of all layers of a group: ``[num_layers, 2, num_pages, page_size, num_kv_heads, width]``."""
         return self._caches[group]
 
-    def keys(self, group: str, layer: int) -> Tensor:
-        """The keys of one layer: ``[num_pages, page_size, num_kv_heads, width]``, a contiguous view."""
-        return self._caches[group][layer, 0]
-
-    def values(self, group: str, layer: int) -> Tensor:
-        """The values of one layer: ``[num_pages, page_size, num_kv_heads, width]``, a contiguous view."""
-        return self._caches[group][layer, 1]
-
     def copy_page(self, source: int, destination: int) -> None:
         """Copy a page in all layers of all groups."""
         assert destination != NULL_PAGE, "the null page is never written"

@@ -45,10 +45,10 @@ def content(namespace: Namespace, token_ids: tuple[int, ...]) -> float:
 
 def caches(storage: KVStorage) -> list[torch.Tensor]:
     return [
-        side(group.name, layer)
+        storage.layers(group.name)[layer, side]
         for group in GROUPS
         for layer in range(group.num_layers)
-        for side in (storage.keys, storage.values)
+        for side in (0, 1)  # keys, values
     ]
 
 

@@ -29,11 +29,12 @@ class Cache:
         """Write ``token_ids`` and commit all but the last ``num_rejected``."""
         start, stop = pages.num_cached_tokens, pages.num_cached_tokens + len(token_ids)
         pages.reserve(stop)
-        self.storage.keys("target", 0).view(-1)[pages.slots(start, stop)] = torch.tensor(token_ids)
+        self.storage.layers("target")[0, 0].view(-1)[pages.slots(start, stop)] = torch.tensor(token_ids)
         pages.commit(token_ids[: len(token_ids) - num_rejected])
 
     def read(self, pages: SequencePages) -> list[int]:
-        values: list[int] = self.storage.keys("target", 0).view(-1)[pages.slots(0, pages.num_cached_tokens)].tolist()
+        keys = self.storage.layers("target")[0, 0].view(-1)
+        values: list[int] = keys[pages.slots(0, pages.num_cached_tokens)].tolist()
         return values
 
     def counts(self) -> tuple[int, int, int]:

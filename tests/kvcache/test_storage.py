@@ -14,10 +14,10 @@ DRAFT = LayerGroup("draft", num_layers=1, num_kv_heads=1, width=8, dtype=torch.b
 
 def all_caches(storage: KVStorage) -> list[torch.Tensor]:
     return [
-        side(group.name, layer)
+        storage.layers(group.name)[layer, side]
         for group in storage.groups
         for layer in range(group.num_layers)
-        for side in (storage.keys, storage.values)
+        for side in (0, 1)  # keys, values
     ]
 
 
@@ -26,7 +26,7 @@ def test_every_layer_has_contiguous_caches_of_its_groups_shape_and_a_null_page_o
     shapes = [(5, 16, 2, 4)] * 6 + [(5, 16, 1, 8)] * 2
     assert [tuple(cache.shape) for cache in all_caches(storage)] == shapes
     assert all(cache.is_contiguous() and not cache[NULL_PAGE].any() for cache in all_caches(storage))
-    assert storage.keys("draft", 0).dtype == torch.bfloat16
+    assert storage.layers("draft")[0, 0].dtype == torch.bfloat16
 
 
 def test_no_two_caches_overlap_and_views_write_through() -> None:

@@ -132,7 +132,7 @@ def test_a_request_that_turns_to_nan_ends_alone(tiny_model: Path) -> None:
     engine.add_request(greedy(PROMPT, "healthy", tenant="b"))
     engine.step()
     poisoned_pages = engine._sequences["poisoned"].pages.page_table
-    engine._storage.values("target", 0)[list(poisoned_pages)] = torch.nan
+    engine._storage.layers("target")[0, 1][list(poisoned_pages)] = torch.nan
     answers = {"poisoned": Answer(), "healthy": Answer()}
     answers["healthy"].token_ids = []
     outputs = step_until(engine, lambda: not engine.has_work)
