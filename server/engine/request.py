@@ -21,6 +21,8 @@ class Request:
 
     ``generate=False`` computes the prompt's keys and values, keeps them for reuse and produces nothing.
     ``tenant`` separates what may share cached pages.
+    ``prediction_token_ids``: what the client expects the answer to be; drafts are taken from it where the answer
+    follows it. It never changes the answer.
     """
 
     request_id: str
@@ -28,6 +30,7 @@ class Request:
     params: SamplingParams
     tenant: str = ""
     generate: bool = True
+    prediction_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,9 @@ class StepOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     num_draft_tokens: int = 0  # proposed to this step
     num_accepted: int = 0  # of these, found right and kept
+    draft_source: str = ""  # who guessed them: suffix, model or prediction; empty without a draft
+    draft_ms: float = 0.0  # of the step, that drafting took, for all its requests together; 0 where none had a draft
+    verify_ms: float = 0.0  # of the step, that the target's pass and the sampler took, for all its requests together
     num_cached_tokens: int = 0  # prompt tokens whose KV was reused; the same in every output
     queue_s: float = 0.0  # seconds between reaching the engine and first being given rows; the same in every output
     finish_reason: FinishReason | None = None
@@ -65,6 +71,8 @@ class EngineStats:
     num_steps: int
     prefix_queries: int  # prompt tokens looked up
     prefix_hits: int  # prompt tokens found
+    draft_s: float = 0.0  # spent on drafting since the start, in seconds
+    verify_s: float = 0.0  # the same on the target's passes and the sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +85,7 @@ class ModelInfo:
     kernels: str
     drafter: str
     max_draft_tokens: int
+    draft_model: str = ""  # that drafts, by name; empty without one
+    weights: str = ""  # forms the target's weights have in memory, such as "Q4_1/Q8_0"
+    draft_weights: str = ""  # the same of the draft model
+    kv_cache_dtype: str = ""
