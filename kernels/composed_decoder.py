@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from outrider.kernels.operations import AttentionPlan, DecoderLayer, DecoderPass, DecoderShape, Operations
@@ -30,10 +31,18 @@ class ComposedDecoder:
         eps = self.shape.rms_norm_eps
         for index in range(len(self.layers))[first_layer:last_layer]:
             layer = self.layers[index]
+            tap(decoder_pass, index, residual)
             hidden = ops.rms_norm(residual, layer.input_norm, eps)
+            if layer.embedding_norm is not None:
+                assert decoder_pass.embeddings is not None, "a wide layer reads embeddings"
+                residual = hidden if layer.norm_before_residual else residual
+                embeddings = ops.rms_norm(decoder_pass.embeddings, layer.embedding_norm, eps)
+                hidden = torch.cat([embeddings, hidden], dim=-1)
             residual = residual + self._attention(ops, layer, hidden, cache[index], decoder_pass)
             hidden = ops.rms_norm(residual, layer.mlp_norm, eps)
             residual = residual + ops.linear(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
+        if last_layer is None or last_layer == len(self.layers):
+            tap(decoder_pass, len(self.layers), residual)
         return residual
 
     def _attention(
@@ -50,6 +59,15 @@ class ComposedDecoder:
         ops.write_kv(key, value, cache[0], cache[1], plan)
         attended = ops.paged_attention(query, cache[0], cache[1], shape.attention_scale, plan)
         return ops.linear(attended.reshape(len(hidden), -1), layer.attention_output)
+
+
+def tap(decoder_pass: DecoderPass, layer: int, residual: Tensor) -> None:
+    """Keep the residual stream before ``layer``, for every tap there."""
+    hidden_size = residual.shape[1]
+    for place, wanted in enumerate(decoder_pass.taps):
+        if wanted == layer:
+            assert decoder_pass.tapped is not None, "taps need room"
+            decoder_pass.tapped[:, place * hidden_size : (place + 1) * hidden_size] = residual
 
 
 def _plan(layer: DecoderLayer, decoder_pass: DecoderPass) -> AttentionPlan:

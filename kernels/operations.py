@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,14 @@ from torch import Tensor
 
 from outrider.kernels.cpu.availability import native_problem, usable_cpus
 
+if TYPE_CHECKING:
+    from outrider.kernels.draft_model import ChainLimits, DraftedTokens, DraftModel, PackedDraft
+
 NULL_PAGE = 0
 """The page that is never allocated and holds zeros."""
+
+MAX_TREE_ROWS = 64
+"""Rows of one sequence that may form a token tree: a mask has so many bits."""
 
 
 class Weight(Protocol):
@@ -95,6 +101,11 @@ class DecoderLayer:
     gate_up: PackedLinear
     down: PackedLinear
     has_window: bool
+    embedding_norm: Tensor | None = None
+    """``[hidden_size]``. With it the layer is *wide*: its qkv has ``2 * hidden_size`` inputs and reads
+    ``concat(rms_norm(embeddings, embedding_norm), rms_norm(residual, input_norm))`` (EAGLE-3, Li et al. 2025)."""
+    norm_before_residual: bool = False
+    """Of a wide layer: its residual stream goes on from ``rms_norm(residual, input_norm)``, not ``residual``."""
 
 
 class PackedDecoder(Protocol):
@@ -108,6 +119,13 @@ class RaggedBatch:
     The rows of sequence ``i`` are ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and stand at the *last*
     positions of its ``seq_lens[i]`` tokens; each row attends to every position up to its own.
     All on the host: implementations move what they need.
+
+    ``tree_masks`` makes the rows of a sequence a token tree: bit ``j`` of a row says that the sequence's ``j``-th row
+    in this pass is an ancestor of it, or the row itself, which is always set; an ancestor comes before its descendants.
+    A row stands at the position of its depth, ``num_cached + number of bits - 1`` with ``num_cached = seq_lens[i] -
+    num_rows``; its KV goes to the slot that ``slot_mapping`` names, which must be its own. It attends to all cached
+    tokens, then to its ancestors from the root down: the very order, and so the very bits, of the same path computed
+    as a run. At most ``MAX_TREE_ROWS`` rows a sequence; a sequence whose rows are all 0 is a run, of any length.
     """
 
     cu_seqlens_q: npt.NDArray[np.int32]  # [num_seqs + 1]
@@ -115,6 +133,7 @@ class RaggedBatch:
     page_tables: npt.NDArray[np.int32]  # [num_seqs, max_pages], padded with NULL_PAGE
     positions: npt.NDArray[np.int64]  # [num_tokens]
     slot_mapping: npt.NDArray[np.int64]  # [num_tokens], page * page_size + offset: where a row's KV goes
+    tree_masks: npt.NDArray[np.uint64] | None = None  # [num_tokens], None: every sequence is a run
 
     @property
     def num_seqs(self) -> int:
@@ -137,6 +156,11 @@ class DecoderPass:
     sin: Tensor
     full_plan: AttentionPlan | None  # for layers that see everything; None if there are none
     window_plan: AttentionPlan | None  # for layers with a sliding window
+    embeddings: Tensor | None = None  # [num_tokens, hidden_size], what wide layers read; None if there are none
+    taps: tuple[int, ...] = ()
+    """Layers before which the residual stream is wanted; the number of layers: what the last one left."""
+    tapped: Tensor | None = None
+    """``[num_tokens, len(taps) * hidden_size]``, contiguous: ``decode`` fills it in, tap by tap along a row."""
 
 
 class Operations(Protocol):
@@ -145,6 +169,13 @@ class Operations(Protocol):
     @property
     def name(self) -> str:
         """``reference``, ``cpu`` or ``triton``."""
+
+    def quantized(self, quantize: str) -> Operations:
+        """These operations, on the same threads, with weights stored as floats packed as ``quantize`` says.
+
+        ``none``, ``int8`` or ``int4``, as for ``load_operations``. What either packs, both can run: a draft is
+        quantised as suits it, beside a target that is not. The reference kernels quantise nothing and give themselves.
+        """
 
     def pack_linear(self, weights: Sequence[Weight], bias: Tensor | None = None) -> PackedLinear:
         """Stack ``weights`` (same in_features) row on row into one linear layer, with an optional bias.
@@ -234,7 +265,8 @@ class Operations(Protocol):
     ) -> Tensor:
         """Run the layers ``first_layer`` to ``last_layer`` (exclusive; None: all) and write their keys and values.
 
-        ``residual``: ``[num_tokens, hidden_size]``, what the layer before left; it may be changed in place.
+        ``residual``: ``[num_tokens, hidden_size]``, what the layer before left; it may be changed in place. Taps at
+        these layers are filled in, that of the end by the call that runs the last layer.
         ``cache``: ``[num_layers, 2, num_pages, page_size, num_kv_heads, width]``, keys before values.
         Returns the residual stream after the last of them, not normalised.
         """
@@ -251,13 +283,61 @@ class Operations(Protocol):
         NaN counts as -infinity. ``1 <= k <= vocab_size``.
         """
 
-    def race_candidates(self, logits: Tensor, temperature: float, draw: int) -> Tensor:
-        """Tokens that can win a race over a row ``[vocab_size]``: ascending int64 ids, the winner among them.
+    def race_candidates(self, logits: Tensor, temperature: float, draw: int, token_map: Tensor | None = None) -> Tensor:
+        """Tokens that can win a race over a row ``[vocab_size]``: ascending int64 indices, the winner among them.
 
         In the race token ``i`` finishes at ``E_i / w_i``, where ``w_i = exp((logits[i] - max) / temperature)`` and
         ``E_i = -log(u_i)``, ``u_i`` in (0, 1] from ``draw`` (64 bits): with ``bits`` the SplitMix64 output of
         ``i * 0x9E3779B97F4A7C15 + draw``, ``u_i = ((bits >> 11) + 1) / 2**53``. The first to finish is a sample of
         the softmax; to know it, only a few must be computed exactly. Empty for a row that ``argmax`` calls unusable.
+
+        ``token_map``: int64 ``[vocab_size]``, the ids whose numbers count in ``u_i`` where they are not ``i`` itself.
+        """
+
+    def probabilities(self, logits: Tensor, indices: Tensor, temperatures: Tensor) -> Tensor:
+        """Of each row, the softmax at one index: float32 ``[num_rows]``.
+
+        ``logits``: ``[num_rows, vocab_size]``, usable rows as ``argmax`` has it; ``indices``: int64 ``[num_rows]``;
+        ``temperatures``: float32 ``[num_rows]``, what logits are divided by, 0 counts as 1.
+        """
+
+    def pack_draft(self, model: DraftModel) -> PackedDraft:
+        """Prepare a draft for ``draft_chain``. Its parts must be packed by these operations."""
+
+    def draft_chain(
+        self,
+        draft: PackedDraft,
+        hidden: Tensor,
+        batch: RaggedBatch,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        limits: ChainLimits,
+    ) -> DraftedTokens:
+        """Guess a chain of tokens for each sequence, one token a step, all sequences together.
+
+        Args:
+            hidden: ``[num_seqs, hidden_size]``, what the layers left of each sequence's last row, not normalised; it
+                may be changed.
+            batch: one row a sequence, the first of its chain: position ``q = num_tokens``, ``seq_lens = q + 1``.
+                Page tables must reach to position ``q + limit - 2``; what chains compute is written there.
+            cos: ``[num_seqs, max_steps, head_dim // 2]``, the rotary angles of positions ``q``, ``q + 1``, ...
+            sin: the same.
+            cache: of the draft's layers, as for ``decode``.
+            limits: where chains end.
+
+        In each step ``logits = linear(rms_norm(hidden, norm), head)``. The token is their ``argmax``, or at a
+        temperature the winner of the race over them with the numbers of the ids that ``token_map`` names: the target
+        runs the same race, so both tend to choose the same. Its confidence is its ``probabilities``; survival is the
+        product of confidences so far, in float64. A chain ends before a token that brings it under ``min_survival``,
+        before a row that cannot be chosen from, and after ``limits`` tokens. Otherwise the token's row goes through
+        the decoder and gives the next ``hidden``. A sequence's chain is bitwise the same alone and in company.
+        """
+
+    def copy_kv(self, cache: Tensor, source_slots: Sequence[int], destination_slots: Sequence[int]) -> None:
+        """Copy tokens' keys and values in all layers, as if all were read before any is written.
+
+        ``cache``: as for ``decode``. Moves the accepted rows of a token tree to where they belong.
         """
 
     def log_softmax(self, logits: Tensor) -> Tensor:

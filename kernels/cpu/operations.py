@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from outrider.kernels.composed_decoder import ComposedDecoder, tap
 from outrider.kernels.cpu import _native
 from outrider.kernels.cpu.availability import selected_instruction_set, usable_cpus
 from outrider.kernels.cpu.weight_formats import packed_form
+from outrider.kernels.draft_chain import ComposedDraft
+from outrider.kernels.draft_model import ChainLimits, DraftedTokens, DraftModel, PackedDraft
 from outrider.kernels.operations import (
     AttentionPlan,
     DecoderLayer,
@@ -71,6 +76,12 @@ class CpuOperations:
         self._quantize = quantize
         self._quantize_vocabulary = "int8" if quantize == "int4" else quantize  # embedding and head
         self._kv_format = "f16" if kv_cache_dtype == "auto" else kv_cache_dtype
+
+    def quantized(self, quantize: str) -> CpuOperations:
+        other = copy.copy(self)  # the same machine
+        other._quantize = quantize
+        other._quantize_vocabulary = "int8" if quantize == "int4" else quantize
+        return other
 
     def pack_linear(self, weights: Sequence[Weight], bias: Tensor | None = None) -> _native.PackedLinear:
         return _pack(weights, self._quantize, bias)
@@ -152,7 +163,9 @@ class CpuOperations:
         self.machine.attention(_array(query), _bytes(key_cache), _bytes(value_cache), scale, plan, result.numpy())
         return result
 
-    def pack_decoder(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> _native.Decoder:
+    def pack_decoder(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> PackedDecoder:
+        if any(layer.embedding_norm is not None for layer in layers):
+            return ComposedDecoder(layers, shape)
         native: list[Any] = [
             NativeLayer(
                 input_norm=_array(layer.input_norm),
@@ -186,6 +199,10 @@ class CpuOperations:
         first_layer: int = 0,
         last_layer: int | None = None,
     ) -> Tensor:
+        if isinstance(decoder, ComposedDecoder):
+            return decoder.run(self, residual, cache, decoder_pass, first_layer, last_layer)
+        if decoder_pass.taps:
+            return self._decode_tapped(residual, decoder, cache, decoder_pass, first_layer, last_layer)
         assert isinstance(decoder, _native.Decoder)
         full, window = decoder_pass.full_plan, decoder_pass.window_plan
         assert full is None or isinstance(full, _native.PassPlan)
@@ -203,6 +220,24 @@ class CpuOperations:
         )
         return result
 
+    def _decode_tapped(
+        self,
+        residual: Tensor,
+        decoder: PackedDecoder,
+        cache: Tensor,
+        decoder_pass: DecoderPass,
+        first_layer: int,
+        last_layer: int | None,
+    ) -> Tensor:
+        last = len(cache) if last_layer is None else last_layer
+        untapped = dataclasses.replace(decoder_pass, taps=(), tapped=None)
+        for layer in sorted({first_layer, last, *(t for t in decoder_pass.taps if first_layer <= t <= last)}):
+            residual = self.decode(residual, decoder, cache, untapped, first_layer, layer)
+            first_layer = layer
+            if layer < last or last == len(cache):
+                tap(decoder_pass, layer, residual)
+        return residual
+
     def argmax(self, logits: Tensor) -> Tensor:
         result = torch.empty(len(logits), dtype=torch.int64)
         self.machine.argmax(_array(logits), result.numpy())
@@ -213,13 +248,39 @@ class CpuOperations:
         self.machine.top_k(_array(logits), values.numpy(), ids.numpy())
         return ids.long()
 
-    def race_candidates(self, logits: Tensor, temperature: float, draw: int) -> Tensor:
+    def race_candidates(self, logits: Tensor, temperature: float, draw: int, token_map: Tensor | None = None) -> Tensor:
+        if token_map is not None:
+            return torch.arange(len(logits)) if int(self.argmax(logits[None])[0]) >= 0 else torch.empty(0).long()
         ids = torch.empty(len(logits), dtype=torch.int32)
         count = self.machine.race_candidates(_array(logits), temperature, draw, ids.numpy())
         return ids[:count].long()
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits, dim=-1)
+
+    def probabilities(self, logits: Tensor, indices: Tensor, temperatures: Tensor) -> Tensor:
+        heat = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+        weights = ((logits - logits.amax(dim=-1, keepdim=True)) / heat).exp_()
+        return weights.gather(1, indices[:, None])[:, 0] / weights.sum(dim=-1)
+
+    def pack_draft(self, model: DraftModel) -> ComposedDraft:
+        return ComposedDraft(model)
+
+    def draft_chain(
+        self,
+        draft: PackedDraft,
+        hidden: Tensor,
+        batch: RaggedBatch,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        limits: ChainLimits,
+    ) -> DraftedTokens:
+        assert isinstance(draft, ComposedDraft)
+        return draft.chain(self, hidden, batch, cos, sin, cache, limits)
+
+    def copy_kv(self, cache: Tensor, source_slots: Sequence[int], destination_slots: Sequence[int]) -> None:
+        raise NotImplementedError("the native kernels cannot move tokens yet")
 
 
 def _pack(weights: Sequence[Weight], quantize: str, bias: Tensor | None = None) -> _native.PackedLinear:

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from outrider.kernels.composed_decoder import ComposedDecoder
+from outrider.kernels.draft_chain import ComposedDraft
+from outrider.kernels.draft_model import ChainLimits, DraftedTokens, DraftModel, PackedDraft
 from outrider.kernels.operations import (
     AttentionPlan,
     DecoderLayer,
@@ -38,6 +40,9 @@ class ReferenceOperations:
     """Float32 on the CPU. Its results are the truth; see the folder's docstring for how rows keep their bits."""
 
     name = "reference"
+
+    def quantized(self, quantize: str) -> ReferenceOperations:
+        return self
 
     def pack_linear(self, weights: Sequence[Weight], bias: Tensor | None = None) -> TiledLinear:
         return TiledLinear(weights, bias)
@@ -122,10 +127,35 @@ class ReferenceOperations:
         falling = torch.where(logits.isnan(), -torch.inf, logits).argsort(dim=-1, descending=True, stable=True)
         return falling[:, :k]
 
-    def race_candidates(self, logits: Tensor, temperature: float, draw: int) -> Tensor:
+    def race_candidates(self, logits: Tensor, temperature: float, draw: int, token_map: Tensor | None = None) -> Tensor:
         if int(self.argmax(logits[None])[0]) < 0:
             return torch.empty(0, dtype=torch.int64)
         return torch.arange(len(logits))
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits, dim=-1)
+
+    def probabilities(self, logits: Tensor, indices: Tensor, temperatures: Tensor) -> Tensor:
+        heat = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+        weights = ((logits - logits.amax(dim=-1, keepdim=True)) / heat).exp_()
+        return weights.gather(1, indices[:, None])[:, 0] / weights.sum(dim=-1)
+
+    def pack_draft(self, model: DraftModel) -> ComposedDraft:
+        return ComposedDraft(model)
+
+    def draft_chain(
+        self,
+        draft: PackedDraft,
+        hidden: Tensor,
+        batch: RaggedBatch,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        limits: ChainLimits,
+    ) -> DraftedTokens:
+        assert isinstance(draft, ComposedDraft)
+        return draft.chain(self, hidden, batch, cos, sin, cache, limits)
+
+    def copy_kv(self, cache: Tensor, source_slots: Sequence[int], destination_slots: Sequence[int]) -> None:
+        tokens = cache.flatten(2, 3)  # [num_layers, 2, num_pages * page_size, num_kv_heads, width]
+        tokens[:, :, list(destination_slots)] = tokens[:, :, list(source_slots)]
