@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.kernels.operations import RaggedBatch
+from outrider.kernels.operations import MAX_TREE_ROWS, RaggedBatch
 from outrider.kernels.reference.row_tiles import CANONICAL_ROWS, proven_row_counts
+from outrider.kernels.token_trees import TreePaths, tree_paths
 
 KV_BLOCK = 256
 MAX_PAIRS_AT_ONCE = 64
@@ -84,9 +85,12 @@ def plan_attention(
     longest = int(num_rows.max(initial=1))
     tile_size = next((size for size in allowed if size >= longest), CANONICAL_ROWS)
 
-    tile_seqs, tile_starts = _tiles(num_rows, tile_size)
-    tile_rows = (batch.cu_seqlens_q[tile_seqs] + tile_starts)[:, None] + np.arange(tile_size)  # [num_tiles, R]
-    in_sequence = tile_rows < batch.cu_seqlens_q[tile_seqs + 1][:, None]
+    paths = tree_paths(batch)
+    rows_used = np.where(paths.is_tree, 1, tile_size)  # rows of a tree attend to different keys
+    tile_seqs, tile_starts = _tiles(num_rows, rows_used)
+    places = np.arange(tile_size)
+    tile_rows = (batch.cu_seqlens_q[tile_seqs] + tile_starts)[:, None] + places  # [num_tiles, R]
+    in_sequence = (tile_rows < batch.cu_seqlens_q[tile_seqs + 1][:, None]) & (places < rows_used[tile_seqs][:, None])
     row_places = np.empty(batch.num_tokens, dtype=np.int64)
     row_places[tile_rows[in_sequence]] = np.flatnonzero(in_sequence)
     tile_rows = np.where(in_sequence, tile_rows, tile_rows[:, :1])
@@ -94,7 +98,7 @@ def plan_attention(
     positions = batch.positions[tile_rows]  # [num_tiles, R]
     pair_tiles, pair_blocks = _pairs(positions, sliding_window)
     groups = tuple(
-        _pair_group(batch, page_size, num_kv_heads, sliding_window, tile_seqs, positions, tiles, blocks)
+        _pair_group(batch, paths, page_size, num_kv_heads, sliding_window, tile_seqs, tile_rows, tiles, blocks)
         for tiles, blocks in _in_groups(pair_tiles, pair_blocks)
     )
     return ReferenceAttentionPlan(
@@ -107,12 +111,14 @@ def plan_attention(
     )
 
 
-def _tiles(num_rows: npt.NDArray[np.int32], tile_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Each tile's sequence and its first row within it."""
+def _tiles(
+    num_rows: npt.NDArray[np.int32], tile_size: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Each tile's sequence and its first row within it. ``tile_size``: ``[num_seqs]``."""
     tiles_per_seq = -(-num_rows // tile_size)
     tile_seqs = np.repeat(np.arange(len(num_rows)), tiles_per_seq)
     first_tile = np.cumsum(tiles_per_seq) - tiles_per_seq
-    return tile_seqs, (np.arange(len(tile_seqs)) - first_tile[tile_seqs]) * tile_size
+    return tile_seqs, (np.arange(len(tile_seqs)) - first_tile[tile_seqs]) * tile_size[tile_seqs]
 
 
 def _pairs(
@@ -138,11 +144,12 @@ def _in_groups(
 
 def _pair_group(
     batch: RaggedBatch,
+    paths: TreePaths,
     page_size: int,
     num_kv_heads: int,
     sliding_window: int | None,
     tile_seqs: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
+    tile_rows: npt.NDArray[np.int64],
     tiles: npt.NDArray[np.int64],
     blocks: npt.NDArray[np.int64],
 ) -> PairGroup:
@@ -151,10 +158,14 @@ def _pair_group(
     exists = kv_positions < batch.seq_lens[seqs][:, None]
     pages_index = np.minimum(kv_positions // page_size, batch.page_tables.shape[1] - 1)
     pages = batch.page_tables[seqs[:, None], pages_index].astype(np.int64)
-    slots = np.where(exists, pages * page_size + kv_positions % page_size, 0)  # 0: in the null page
+    slots = pages * page_size + kv_positions % page_size
+    on_path = kv_positions - paths.num_cached[seqs][:, None]  # how far down the tree, for its rows
+    path_slots = np.take_along_axis(paths.slots[tile_rows[tiles, 0]], on_path.clip(0, MAX_TREE_ROWS - 1), axis=1)
+    slots = np.where(paths.is_tree[seqs][:, None] & (on_path >= 0), path_slots, slots)
+    slots = np.where(exists, slots, 0)  # 0: in the null page
     kv_rows = slots[:, None, :] * num_kv_heads + np.arange(num_kv_heads)[:, None]  # [num_pairs, kv_heads, KV_BLOCK]
 
-    row_positions = positions[tiles][:, :, None]  # [num_pairs, R, 1]
+    row_positions = batch.positions[tile_rows[tiles]][:, :, None]  # [num_pairs, R, 1]
     hidden = kv_positions[:, None, :] > row_positions
     if sliding_window is not None:
         hidden |= kv_positions[:, None, :] <= row_positions - sliding_window

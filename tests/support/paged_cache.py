@@ -9,6 +9,7 @@ from torch import Tensor
 from outrider.kernels.operations import NULL_PAGE, Operations, RaggedBatch
 
 Run = tuple[int, int, int]  # a sequence, the first position of its rows, their end
+Trees = dict[int, list[int]]  # by sequence, the masks of its rows
 
 
 class PagedCache:
@@ -46,20 +47,35 @@ class PagedCache:
         table, size = self.page_tables[sequence], self.page_size
         return [int(table[pos // size]) * size + pos % size for pos in range(start, stop)]
 
-    def batch(self, runs: list[Run]) -> RaggedBatch:
+    def batch(self, runs: list[Run], trees: Trees | None = None) -> RaggedBatch:
+        """The rows of ``runs``. Those of a sequence in ``trees`` have these masks: they stand where they are stored
+        in ``keys`` and ``values``, one after the other, and at the positions of their depths."""
+        masks, positions = [], []
+        for sequence, start, stop in runs:
+            own = (trees or {}).get(sequence)
+            masks += own or [0] * (stop - start)
+            positions += [start + mask.bit_count() - 1 for mask in own] if own else range(start, stop)
         return RaggedBatch(
             cu_seqlens_q=np.cumsum([0, *(stop - start for _, start, stop in runs)], dtype=np.int32),
             seq_lens=np.array([stop for _, _, stop in runs], dtype=np.int32),
             page_tables=self.page_tables[[sequence for sequence, _, _ in runs]],
-            positions=np.concatenate([np.arange(start, stop) for _, start, stop in runs]),
+            positions=np.array(positions, dtype=np.int64),
             slot_mapping=np.array([slot for run in runs for slot in self.slots(*run)], dtype=np.int64),
+            tree_masks=None if trees is None else np.array(masks, dtype=np.uint64),
         )
 
-    def attend(self, ops: Operations, queries: list[Tensor], runs: list[Run], window: int | None) -> list[Tensor]:
+    def attend(
+        self,
+        ops: Operations,
+        queries: list[Tensor],
+        runs: list[Run],
+        window: int | None,
+        trees: Trees | None = None,
+    ) -> list[Tensor]:
         """Write the runs' keys and values, then attend: one result a run. ``queries``: of each whole sequence."""
         num_heads, head_dim = queries[0].shape[1:]
         num_kv_heads = self.key_cache.shape[2]
-        plan = ops.plan_attention(self.batch(runs), self.page_size, num_heads, num_kv_heads, head_dim, window)
+        plan = ops.plan_attention(self.batch(runs, trees), self.page_size, num_heads, num_kv_heads, head_dim, window)
         keys = torch.cat([self.keys[sequence][start:stop] for sequence, start, stop in runs])
         values = torch.cat([self.values[sequence][start:stop] for sequence, start, stop in runs])
         ops.write_kv(keys, values, self.key_cache, self.value_cache, plan)
