@@ -17,8 +17,10 @@ from outrider.kernels.cpu.availability import native_problem, selected_instructi
 from outrider.server.cli.main import CommandFailed
 from outrider.server.cli.models import pull
 from outrider.server.cli.options import add_options, make_settings
+from outrider.server.cli.speculation import add_speculation_options, find_draft, read_speculation
 from outrider.server.engine.launch import EngineWorker, launch
-from outrider.server.engine.settings import DRAFTERS, KERNELS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
+from outrider.server.engine.request import ModelInfo
+from outrider.server.engine.settings import KERNELS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from outrider.server.protocol.prompt import PromptBuilder
 from outrider.server.protocol.surroundings import ConnectionLimits
 from outrider.server.ws.settings import ServerSettings
@@ -34,7 +36,8 @@ examples:
   outrider serve
   outrider serve --model ~/models/qwen2.5-0.5b-instruct-q8_0.gguf --port 9000
   outrider serve --model Qwen/Qwen3-0.6B --kv-cache-mib 4096
-  outrider serve --max-draft-tokens 0     no speculation: the same answers, later
+  outrider serve --no-speculation         the same answers, later
+  outrider serve --speculative-config '{"method": "eagle3", "model": "org/name", "num_speculative_tokens": 5}'
 
 environment variables:
   OUTRIDER_CACHE              where the default model and what passes cost here are kept
@@ -59,10 +62,6 @@ ENGINE_OPTIONS = {
     "max_running": "sequences that decode at the same time; more wait",
     "max_step_tokens": "tokens computed in one step; a long prompt is cut into such chunks",
     "profile": "measure at the first start what passes cost on this machine, for a second, and keep it",
-}
-SPECULATION_OPTIONS = {
-    "drafter": "who guesses the next tokens",
-    "max_draft_tokens": "guesses for a sequence and step, at most; 0: none. Answers are the same in any case",
 }
 ADDRESS_OPTIONS = {"host": "address to listen on", "port": "port to listen on; 0: any free one"}
 SERVER_OPTIONS = {
@@ -110,21 +109,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "several times; pages of this machine always may",
     )
     choices = {"kernels": KERNELS, "quantize": QUANTIZATIONS, "kv_cache_dtype": KV_CACHE_DTYPES}
-    choices |= {"drafter": DRAFTERS, "log_level": LOG_LEVELS}
+    choices |= {"log_level": LOG_LEVELS}
     add_options(parser.add_argument_group("engine"), EngineSettings, ENGINE_OPTIONS, choices)
-    add_options(parser.add_argument_group("speculation"), EngineSettings, SPECULATION_OPTIONS, choices)
+    add_speculation_options(parser)
     add_options(parser.add_argument_group("server"), ServerSettings, SERVER_OPTIONS, choices)
     add_options(parser.add_argument_group("limits of a connection"), ConnectionLimits, CONNECTION_OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
+    draft = read_speculation(args)
     limits = make_settings(ConnectionLimits, args)
     settings = make_settings(ServerSettings, args, allow_origins=tuple(args.allow_origins), limits=limits)
-    engine_settings = make_settings(EngineSettings, args, model_path="", model_name="")
+    # Checked before anything is fetched: that a draft is named counts, not yet where it lies.
+    engine_settings = make_settings(EngineSettings, args, model_path="", model_name="", draft_model_path=draft)
     check_kernels(engine_settings)
     with listen(settings.host, settings.port) as listener:
         path, name = find_model(args.model)
-        engine_settings = replace(engine_settings, model_path=str(path), model_name=args.model_name or name)
+        engine_settings = replace(
+            engine_settings,
+            model_path=str(path),
+            model_name=args.model_name or name,
+            draft_model_path=find_draft(draft),
+        )
         # The engine loads for seconds, so it starts before this process imports the rest.
         worker = launch(asdict(engine_settings))
         try:
@@ -208,10 +214,10 @@ def serve(
             failures.append(str(error))
             server.request_stop()
             return
-        speculation = f"drafter {model.drafter}, up to {model.max_draft_tokens} tokens a step"
         print(
             f"Ready after {time.monotonic() - started:.1f} s: kernels {describe(model.kernels, engine_settings)}, "
-            f"{speculation if model.max_draft_tokens else 'no speculation'}, context {model.max_context} tokens.",
+            f"{describe_memory(model, engine_settings)}, {describe_speculation(model, engine_settings)}, "
+            f"context {model.max_context} tokens.",
             flush=True,
         )
         if engine_settings.kernels == "auto" and (problem := native_problem()) is not None:
@@ -240,6 +246,23 @@ def describe(kernels: str, settings: EngineSettings) -> str:
         return kernels
     num_threads = settings.num_threads or usable_cpus()
     return f"cpu ({selected_instruction_set()}, {num_threads} thread{'s' * (num_threads > 1)})"
+
+
+def describe_memory(model: ModelInfo, settings: EngineSettings) -> str:
+    """The forms that weights, keys and values have."""
+    weights = f"weights {model.weights}, " if model.weights else ""
+    return f"{weights}keys and values {settings.resolved().kv_cache_dtype}"
+
+
+def describe_speculation(model: ModelInfo, settings: EngineSettings) -> str:
+    """Who guesses, with which draft model in which form, and how far."""
+    if not model.max_draft_tokens or model.drafter == "none":
+        return "no speculation"
+    draft = f" with {model.draft_model}" if model.draft_model else ""
+    if model.draft_weights:
+        draft += f" ({model.draft_weights})"
+    length = "up to" if settings.adaptive_drafts else "always"
+    return f"drafter {model.drafter}{draft}, {length} {model.max_draft_tokens} tokens a step"
 
 
 def load_prompt_builder(path: Path) -> PromptBuilder:

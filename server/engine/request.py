@@ -88,4 +88,3 @@ class ModelInfo:
     draft_model: str = ""  # that drafts, by name; empty without one
     weights: str = ""  # forms the target's weights have in memory, such as "Q4_1/Q8_0"
     draft_weights: str = ""  # the same of the draft model
-    kv_cache_dtype: str = ""

@@ -143,7 +143,8 @@ def test_every_setting_has_an_option_and_its_default_is_the_dataclasss_own() -> 
     assert engine == EngineSettings(model_path="m", model_name="m")
     assert make_settings(ServerSettings, args, allow_origins=()) == ServerSettings()
 
-    not_options = {"model_path", "limits"}  # given by --model and by the connection's own options
+    # given by --model, by --draft-model and by the connection's own options
+    not_options = {"model_path", "draft_model_path", "limits"}
     missing = {
         field.name
         for settings in (ConnectionLimits, EngineSettings, ServerSettings)

@@ -65,17 +65,20 @@ OUTPUT = StepOutput(
     logprobs=(TokenLogprob(1, -0.25, ((1, -0.25), (9, -2.5))), TokenLogprob(2, float("-inf"))),
     num_draft_tokens=4,
     num_accepted=1,
+    draft_source="suffix",
+    draft_ms=0.5,
+    verify_ms=12.25,
     num_cached_tokens=16,
     queue_s=0.25,
     finish_reason=FinishReason.LENGTH,
     error="why",
 )
 MESSAGES: list[Message] = [
-    Submit(Request("r1", (0, 49151), PARAMS, tenant="t", generate=False)),
+    Submit(Request("r1", (0, 49151), PARAMS, tenant="t", generate=False, prediction_token_ids=(7, 0))),
     Cancel("r1"),
     Stop(),
-    Ready(ModelInfo("m", 49152, 8192, "reference", "suffix", 8)),
-    Outputs((OUTPUT, StepOutput("r2")), EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9)),
+    Ready(ModelInfo("m", 49152, 8192, "reference", "suffix", 8, "d", "Q4_1", "Q8_0")),
+    Outputs((OUTPUT, StepOutput("r2")), EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 0.5, 1.5)),
     Failed("because"),
 ]
 

@@ -19,6 +19,8 @@ def test_nothing_is_left_open_when_an_engine_starts() -> None:
     resolved = EngineSettings("m", "m").resolved()
     assert resolved.kernels in ("cpu", "reference")
     assert resolved.kv_cache_dtype in ("f32", "f16")
+    assert resolved.draft_quantize == "none"
+    assert EngineSettings("m", "m", kernels="cpu", quantize="int4").resolved().draft_quantize == "int4"
     assert resolved.resolved() == resolved
 
 
@@ -29,9 +31,27 @@ def test_nothing_is_left_open_when_an_engine_starts() -> None:
         ({"kv_cache_dtype": "f8"}, "kv_cache_dtype must be one of auto, f32, f16, int8, not 'f8'"),
         ({"num_threads": 1_000_000}, "num_threads must be from 0 .* on this machine, not 1000000"),
         ({"kernels": "reference", "quantize": "int4"}, "quantize must be none with the reference kernels, not 'int4'"),
+        ({"kernels": "reference", "draft_quantize": "int8"}, "draft_quantize must be none with the reference kernels"),
         ({"kernels": "reference", "kv_cache_dtype": "f16"}, "kv_cache_dtype must be f32 with the reference kernels"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineSettings("m", "m", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafter": "oracle"}, "drafter must be one of auto, hybrid, suffix, model, none, not 'oracle'"),
+        ({"drafter": "suffix", "draft_model_path": "d"}, "draft_model_path must be empty with the drafter suffix"),
+        ({"max_draft_tokens": 65}, "max_draft_tokens must be from 0"),
+        ({"suffix_min_match": 0}, "suffix_min_match must be from 1 to 64, not 0"),
+        ({"rejection_sample_method": "typical"}, "rejection_sample_method must be one of standard, block"),
+        ({"draft_sample_method": "beam"}, "draft_sample_method must be one of probabilistic, greedy"),
+        ({"draft_quantize": "int2"}, "draft_quantize must be one of auto, none, int8, int4"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineSettings("m", "m", **changes)
