@@ -57,6 +57,15 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None  # with FinishReason.ERROR: what happened, for the client to read
 
+    @property
+    def num_gained(self) -> int:
+        """Tokens that the draft brought beside the one that every step gives.
+
+        An accepted draft token that ends the answer is that one, so with steps counted over outputs with tokens
+        their tokens are always steps + gained.
+        """
+        return min(self.num_accepted, max(0, len(self.token_ids) - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:

@@ -14,10 +14,11 @@ TRY_AGAIN_LATER = 1013
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Build this prompt and report with ``receive_prompt``."""
+    """Build this prompt, and the ids of the text that is predicted; report with ``receive_prompt``."""
 
     response_id: str
     messages: tuple[Message, ...]
+    prediction: str = ""
 
 
 @dataclass(frozen=True, slots=True)

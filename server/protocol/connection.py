@@ -22,7 +22,7 @@ from outrider.server.protocol.lanes import Turn
 from outrider.server.protocol.metrics_block import ResponseMetrics
 from outrider.server.protocol.outbox import Outbox
 from outrider.server.protocol.parse import CreateRequest, parse_cancel, parse_create, parse_steer, parse_stream_id
-from outrider.server.protocol.prompt import PromptError
+from outrider.server.protocol.prompt import BuiltPrompt, PromptError
 from outrider.server.protocol.response_stream import ResponseStream
 from outrider.server.protocol.surroundings import ConnectionLimits, Surroundings
 from outrider.server.protocol.turns import Turns, engine_not_ready, shutting_down
@@ -91,7 +91,7 @@ class ResponsesConnection:
 
     # -- answers to actions, and the engine --
 
-    def receive_prompt(self, response_id: str, prompt: tuple[int, ...] | PromptError) -> None:
+    def receive_prompt(self, response_id: str, prompt: BuiltPrompt | PromptError) -> None:
         with self._change():
             self._turns.receive_prompt(response_id, prompt)
 

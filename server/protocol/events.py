@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.server.protocol.draft_counts import NO_DRAFTS, DraftCounts
+
 Event = dict[str, Any]
 
 # One response has one message with one part: the indices are always 0.
@@ -52,12 +54,19 @@ def text_done(item_id: str, text: str, logprobs: list[Event]) -> Event:
     return {"type": "response.output_text.done", "item_id": item_id, **_PLACE, "text": text, "logprobs": logprobs}
 
 
-def usage(num_input: int, num_cached: int, num_written: int, num_output: int) -> Event:
+def usage(
+    num_input: int, num_cached: int, num_written: int, num_output: int, prediction: DraftCounts = NO_DRAFTS
+) -> Event:
+    """Token counts. Rejected predictions are no part of ``output_tokens``: nothing of them is in the answer."""
     return {
         "input_tokens": num_input,
         "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": num_written},
         "output_tokens": num_output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": prediction.num_accepted,
+            "rejected_prediction_tokens": prediction.num_draft_tokens - prediction.num_accepted,
+        },
         "total_tokens": num_input + num_output,
     }
 

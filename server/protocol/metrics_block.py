@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, Protocol
 
 from outrider.server.engine.request import FinishReason, StepOutput
+from outrider.server.protocol.draft_counts import DraftsBySource
 
 
 class ResponseObserver(Protocol):
@@ -23,8 +23,8 @@ class ResponseObserver(Protocol):
 class ResponseMetrics:
     """Times of one response in seconds, its tokens, and what became of its drafts.
 
-    A step counts as speculative if it verified at least one draft token. Over these, the histogram of accepted
-    tokens sums to their number, and weighted to the accepted tokens.
+    A step counts as speculative if it verified at least one draft token. Accepted are the tokens that a draft brought
+    beside the one of every step, so the answer has ``num_steps`` + accepted tokens.
 
     Args:
         max_draft_tokens: the most a step may propose for this response.
@@ -44,9 +44,9 @@ class ResponseMetrics:
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self._num_steps = 0
-        self._num_draft_tokens = 0
-        self._num_accepted = 0
-        self._accepted_by_draft_length: dict[int, Counter[int]] = {}
+        self._draft_ms = 0.0
+        self._verify_ms = 0.0
+        self.drafts = DraftsBySource()
 
     def record(self, output: StepOutput, now: float) -> None:
         self.num_cached_tokens = output.num_cached_tokens
@@ -63,9 +63,9 @@ class ResponseMetrics:
             self.num_output_tokens += len(output.token_ids)
             self._num_steps += 1
         if output.num_draft_tokens:
-            self._num_draft_tokens += output.num_draft_tokens
-            self._num_accepted += output.num_accepted
-            self._accepted_by_draft_length.setdefault(output.num_draft_tokens, Counter())[output.num_accepted] += 1
+            self.drafts.add(output.draft_source, output.num_draft_tokens, output.num_gained)
+        self._draft_ms += output.draft_ms
+        self._verify_ms += output.verify_ms
 
     def finish(self, reason: FinishReason, now: float) -> None:
         self.finished_at = now
@@ -95,27 +95,17 @@ class ResponseMetrics:
         }
 
     def _speculative_decoding(self) -> dict[str, Any]:
-        by_length = self._accepted_by_draft_length
-        total: Counter[int] = Counter()
-        for counts in by_length.values():
-            total.update(counts)
-        num_spec_steps = total.total()
+        """vLLM's shape, and beside it who guessed, and the time of the steps, which other responses may share."""
+        total = self.drafts.total
         return {
-            "num_spec_steps": num_spec_steps,
             "num_spec_tokens": self._max_draft_tokens,
-            "num_draft_tokens": self._num_draft_tokens,
-            "num_accepted_draft_tokens": self._num_accepted,
-            "mean_acceptance_length": round(1 + self._num_accepted / num_spec_steps, 4) if num_spec_steps else None,
-            "draft_acceptance_rate": round(self._num_accepted / self._num_draft_tokens, 4) if num_spec_steps else None,
-            "acceptance_histogram": _dense(total, max(self._max_draft_tokens, *by_length, 0)),
-            "acceptance_histogram_by_draft_length": {
-                str(length): _dense(by_length[length], length) for length in sorted(by_length)
-            },
+            **total.block(),
+            "acceptance_histogram": total.histogram(self._max_draft_tokens),
+            "acceptance_histogram_by_draft_length": total.histograms_by_length(),
+            "by_source": self.drafts.block_by_source(),
+            "draft_time_ms": round(self._draft_ms, 3),
+            "verify_time_ms": round(self._verify_ms, 3),
         }
-
-
-def _dense(counts: Counter[int], highest: int) -> list[int]:
-    return [counts[accepted] for accepted in range(highest + 1)]
 
 
 def _ms(seconds: float | None) -> float | None:

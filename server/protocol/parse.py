@@ -11,6 +11,7 @@ from outrider.server.protocol.errors import ErrorCode, ProtocolError, show
 from outrider.server.protocol.fields import Fields, wrong_type, wrong_value
 from outrider.server.protocol.frames import check_encodable
 from outrider.server.protocol.items import Message, parse_input
+from outrider.server.protocol.prediction import parse_prediction
 from outrider.server.protocol.sampling import NAMES as SAMPLING_FIELDS
 from outrider.server.protocol.sampling import parse_sampling
 from outrider.verify.sampling_params import SamplingParams
@@ -34,7 +35,7 @@ _READ = frozenset(
     {
         "type", "stream_id", "model", "input", "instructions", "include", "previous_response_id", "generate",
         "prompt_cache_options", "store", "metadata", "user", "service_tier", "truncation", "parallel_tool_calls",
-        "tool_choice", "tools", "text", "background",
+        "tool_choice", "tools", "text", "background", "prediction",
     }
 )  # fmt: skip
 # Standard fields that cannot change the answer here: hints, caching keys, transport options, limits on tools.
@@ -65,6 +66,7 @@ class CreateRequest:
     generate: bool
     store: bool
     include_draft_tokens: bool
+    prediction: str  # empty: none
     echo: dict[str, Any]  # what the response object repeats
 
 
@@ -125,6 +127,7 @@ def parse_create(event: dict[str, Any], model: ModelInfo, seed: int) -> CreateRe
         generate=fields.boolean("generate") is not False and not prewarm,
         store=fields.boolean("store") is not False,
         include_draft_tokens=INCLUDE_DRAFT_TOKENS in include,
+        prediction=parse_prediction(fields.get("prediction")),
         echo=_parse_echo(fields, model),
     )
 

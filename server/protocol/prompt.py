@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.server.protocol.items import Message
@@ -14,8 +15,16 @@ class PromptError(Exception):
     """There is no prompt for these messages; the text is a sentence that says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltPrompt:
+    """What a request takes along to the engine."""
+
+    token_ids: tuple[int, ...]
+    prediction_token_ids: tuple[int, ...] = ()
+
+
 class PromptBuilder(Protocol):
-    """Builds prompts and spells tokens. ``build`` may run in a thread beside the event loop."""
+    """Builds prompts and spells tokens. ``build`` and ``encode`` may run in a thread beside the event loop."""
 
     def build(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The token ids of a conversation that the model is to continue.
@@ -23,6 +32,9 @@ class PromptBuilder(Protocol):
         Raises:
             PromptError: the messages do not fit the model's chat template.
         """
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The token ids of a plain text, nothing added."""
 
     def token_text(self, token_id: int) -> str: ...
 
@@ -41,6 +53,9 @@ class TemplatePromptBuilder:
             return tuple(self._template.encode(messages, self._tokenizer))
         except ChatTemplateError as error:
             raise PromptError(str(error)) from error
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, allow_special=False))
 
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)

@@ -97,7 +97,7 @@ class ResponseStream:
         if self._request.include_draft_tokens:
             self._unsent_draft_counts["num_tokens"] += len(output.token_ids)
             self._unsent_draft_counts["num_draft_tokens"] += output.num_draft_tokens
-            self._unsent_draft_counts["num_accepted"] += output.num_accepted
+            self._unsent_draft_counts["num_accepted"] += output.num_gained
         if output.text:
             self._open_item(now)
             self._texts.append(output.text)
@@ -193,7 +193,11 @@ class ResponseStream:
         prefilled = metrics.num_output_tokens > 0 or reason in (FinishReason.STOP, FinishReason.LENGTH)
         num_written = metrics.num_prompt_tokens - metrics.num_cached_tokens if prefilled else 0
         return events.usage(
-            metrics.num_prompt_tokens, metrics.num_cached_tokens, num_written, metrics.num_output_tokens
+            metrics.num_prompt_tokens,
+            metrics.num_cached_tokens,
+            num_written,
+            metrics.num_output_tokens,
+            metrics.drafts.of_source("prediction"),
         )
 
     def _spell(self, token: TokenLogprob) -> Event:

@@ -11,7 +11,7 @@ from outrider.server.protocol.errors import ErrorCode, ProtocolError, show
 from outrider.server.protocol.items import Message
 from outrider.server.protocol.lanes import Lane, Lanes, Turn, TurnState
 from outrider.server.protocol.outbox import Outbox
-from outrider.server.protocol.prompt import PromptError
+from outrider.server.protocol.prompt import BuiltPrompt, PromptError
 from outrider.server.protocol.store import StoredResponse
 from outrider.server.protocol.surroundings import ConnectionLimits, Surroundings
 
@@ -72,7 +72,7 @@ class Turns:
 
     # -- answers to actions, and the engine --
 
-    def receive_prompt(self, response_id: str, prompt: tuple[int, ...] | PromptError) -> None:
+    def receive_prompt(self, response_id: str, prompt: BuiltPrompt | PromptError) -> None:
         turn = self._active.get(response_id)
         if turn is None or turn.state is not TurnState.PREPARING:
             return  # cancelled meanwhile
@@ -173,9 +173,9 @@ class Turns:
             messages = (Message(role="system", content=create.instructions), *messages)
         turn.state = TurnState.PREPARING
         self._active[turn.response_id] = turn
-        self.actions.append(Prepare(turn.response_id, messages))
+        self.actions.append(Prepare(turn.response_id, messages, create.prediction))
 
-    def _enter(self, turn: Turn, prompt: tuple[int, ...]) -> None:
+    def _enter(self, turn: Turn, prompt: BuiltPrompt) -> None:
         """The prompt stands: hand it to the engine, or wait for a place.
 
         Raises:
@@ -185,18 +185,26 @@ class Turns:
         if model is None:
             raise engine_not_ready()
         create, stream = turn.create, turn.stream
-        room = model.max_context - len(prompt)
+        num_prompt = len(prompt.token_ids)
+        room = model.max_context - num_prompt
         if room < create.generate:
             message = (
-                f"The input has {len(prompt)} tokens, but this model's context holds {model.max_context}, "
+                f"The input has {num_prompt} tokens, but this model's context holds {model.max_context}, "
                 "answer included. Shorten the input."
             )
             raise ProtocolError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, "input")
         max_tokens = min(create.params.max_tokens, max(room, 1))
         min_tokens = min(create.params.min_tokens, max_tokens)
         params = dataclasses.replace(create.params, max_tokens=max_tokens, min_tokens=min_tokens)
-        turn.request = Request(turn.response_id, prompt, params, tenant=self._tenant, generate=create.generate)
-        stream.metrics.num_prompt_tokens = len(prompt)
+        turn.request = Request(
+            turn.response_id,
+            prompt.token_ids,
+            params,
+            tenant=self._tenant,
+            generate=create.generate,
+            prediction_token_ids=prompt.prediction_token_ids[: model.max_context],  # no answer is longer
+        )
+        stream.metrics.num_prompt_tokens = num_prompt
         if self.num_in_flight < self._limits.max_in_flight:
             self._submit(turn)
         else:

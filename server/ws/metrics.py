@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from outrider.server.engine.client import EngineStatus
 from outrider.server.engine.request import FinishReason, StepOutput
+from outrider.server.protocol.draft_counts import NO_SOURCE
 from outrider.server.protocol.metrics_block import ResponseMetrics
 
 _PREFIX = "outrider:"
@@ -41,11 +42,16 @@ class ServerMetrics:
         self.registry.register(_EngineCollector(engine_status))
         self.connections = self._gauge("num_connections", "Open WebSocket connections.")
         self.slow_consumers = self._counter("slow_consumer_closes", "Connections closed because they read too slowly.")
-        self._drafts = self._counter("spec_decode_num_drafts", "Steps that verified at least one draft token.")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self._drafts = self._counter(
+            "spec_decode_num_drafts", "Steps that verified at least one draft token.", "source"
+        )
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.", "source")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", "source")
+        self._draft_tokens_per_position = self._counter(
+            "spec_decode_num_draft_tokens_per_pos", "Draft tokens verified, by position.", "position", "source"
+        )
         self._accepted_per_position = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.", "position"
+            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position.", "position", "source"
         )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that reached the engine.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -67,11 +73,14 @@ class ServerMetrics:
             for _ in range(num_tokens):
                 self._itl.observe(seconds / num_tokens)
         if output.num_draft_tokens:
-            self._drafts.inc()
-            self._draft_tokens.inc(output.num_draft_tokens)
-            self._accepted.inc(output.num_accepted)
-            for position in range(output.num_accepted):
-                self._accepted_per_position.labels(str(position)).inc()
+            source = output.draft_source or NO_SOURCE
+            self._drafts.labels(source).inc()
+            self._draft_tokens.labels(source).inc(output.num_draft_tokens)
+            self._accepted.labels(source).inc(output.num_gained)
+            for position in range(output.num_draft_tokens):
+                self._draft_tokens_per_position.labels(str(position), source).inc()
+            for position in range(output.num_gained):
+                self._accepted_per_position.labels(str(position), source).inc()
 
     def finished(self, reason: FinishReason, metrics: ResponseMetrics) -> None:
         self._finished.labels(_FINISHED_REASONS[reason]).inc()
@@ -109,6 +118,10 @@ class _EngineCollector(Collector):
         yield _gauge("kv_cache_usage_perc", "Share of pages in use; 1 is all.", used / max(stats.num_pages, 1))
         yield _counter("num_preemptions", "Requests put back for want of pages.", stats.num_preemptions)
         yield _counter("engine_steps", "Passes of the target.", stats.num_steps)
+        yield _counter("spec_decode_draft_seconds", "Time spent on drafting.", stats.draft_s)
+        yield _counter(
+            "spec_decode_verify_seconds", "Time spent on the target's passes and the sampler.", stats.verify_s
+        )
         yield _counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries)
         yield _counter("prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits)
 

@@ -14,13 +14,13 @@ from outrider.server.engine.request import Request, StepOutput
 from outrider.server.protocol.actions import INTERNAL_ERROR, TRY_AGAIN_LATER, Cancel, Prepare, Submit
 from outrider.server.protocol.connection import ResponsesConnection
 from outrider.server.protocol.errors import ErrorCode, ProtocolError
-from outrider.server.protocol.prompt import PromptBuilder, PromptError
+from outrider.server.protocol.prompt import BuiltPrompt, PromptBuilder, PromptError
 from outrider.server.ws.metrics import ServerMetrics
 from outrider.server.ws.socket_protocol import abort_of
 
 logger = logging.getLogger("outrider.ws")
 
-_MAX_INLINE_CHARS = 8192  # of a prompt; a longer one is tokenised in a thread, so that no stream stutters
+_MAX_INLINE_CHARS = 8192  # of prompt and prediction; a longer one is tokenised in a thread, so that no stream stutters
 _FRAMES_PER_TURN = 16  # sent before other tasks run: an open socket never suspends the writer
 
 
@@ -156,7 +156,8 @@ class Session:
             self._connection.receive_output(output)
 
     def _prepare(self, action: Prepare) -> None:
-        if sum(len(message["content"]) for message in action.messages) <= _MAX_INLINE_CHARS:
+        num_chars = len(action.prediction) + sum(len(message["content"]) for message in action.messages)
+        if num_chars <= _MAX_INLINE_CHARS:
             self._connection.receive_prompt(action.response_id, self._build(action))
             return
         task = asyncio.create_task(self._prepare_in_thread(action))
@@ -168,9 +169,10 @@ class Session:
         with self._contained():
             self._connection.receive_prompt(action.response_id, prompt)
 
-    def _build(self, action: Prepare) -> tuple[int, ...] | PromptError:
+    def _build(self, action: Prepare) -> BuiltPrompt | PromptError:
         try:
-            return self._prompts.build(action.messages)
+            token_ids = self._prompts.build(action.messages)
+            return BuiltPrompt(token_ids, self._prompts.encode(action.prediction) if action.prediction else ())
         except PromptError as error:
             return error
         except Exception:

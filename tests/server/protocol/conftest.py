@@ -16,7 +16,7 @@ from outrider.server.protocol.actions import Cancel, Prepare, Submit
 from outrider.server.protocol.connection import ResponsesConnection
 from outrider.server.protocol.items import Message
 from outrider.server.protocol.metrics_block import ResponseMetrics
-from outrider.server.protocol.prompt import PromptError
+from outrider.server.protocol.prompt import BuiltPrompt, PromptError
 from outrider.server.protocol.store import ResponseStore
 from outrider.server.protocol.surroundings import ConnectionLimits, Surroundings
 
@@ -31,6 +31,9 @@ class CharacterPrompts:
 
     def build(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tuple(map(ord, "\n".join(f"{message['role']}:{message['content']}" for message in messages)))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
@@ -144,8 +147,9 @@ class Peer:
                     self.cancelled.append(request_id)
 
     def build(self, action: Prepare) -> None:
-        prompt: tuple[int, ...] | PromptError
-        prompt = CharacterPrompts().build(action.messages)
+        prompts = CharacterPrompts()
+        prompt: BuiltPrompt | PromptError
+        prompt = BuiltPrompt(prompts.build(action.messages), prompts.encode(action.prediction))
         if any("refuse me" in message["content"] for message in action.messages):
             prompt = PromptError("roles must alternate")
         self.connection.receive_prompt(action.response_id, prompt)

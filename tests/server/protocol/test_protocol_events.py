@@ -7,11 +7,14 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.responses import ResponsesServerEvent
 from pydantic import TypeAdapter
 
 from outrider.server.engine.request import FinishReason, StepOutput
 from outrider.server.protocol import errors, events
+from outrider.server.protocol.metrics_block import ResponseMetrics
 from outrider.verify.sampling_params import TokenLogprob
 
 TEXT_EVENTS = [
@@ -87,7 +90,11 @@ def test_usage_counts_prompt_cached_written_and_output_tokens(peer: Any) -> None
         "input_tokens": 10,
         "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 6},
         "output_tokens": 5,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
         "total_tokens": 15,
     }
 
@@ -189,11 +196,13 @@ def test_draft_tokens_are_counted_per_delta_for_those_who_ask(peer: Any) -> None
 
 def test_metrics_reconcile_with_the_steps(peer: Any, shared: Any) -> None:
     response_id = peer.create_id()
-    for text, num_draft_tokens, num_accepted, seconds in (
-        ("a", 0, 0, 0.5), ("bcd", 3, 2, 0.1), ("e", 3, 0, 0.1), ("fg", 1, 1, 0.1), ("h", 0, 0, 0.1),
+    for text, num_draft_tokens, num_accepted, seconds, source in (
+        ("a", 0, 0, 0.5, ""), ("bcd", 3, 2, 0.1, "suffix"), ("e", 3, 0, 0.1, "model"), ("fg", 1, 1, 0.1, "model"),
+        ("h", 0, 0, 0.1, ""),
     ):  # fmt: skip
         shared.now += seconds
-        peer.output(response_id, text, num_draft_tokens=num_draft_tokens, num_accepted=num_accepted)
+        drafted = {"num_draft_tokens": num_draft_tokens, "num_accepted": num_accepted, "draft_source": source}
+        peer.output(response_id, text, **drafted, draft_ms=0.25, verify_ms=10.5)
     metrics = peer.finish(response_id)[-1]["response"]["metrics"]
     assert metrics["time_to_first_token_ms"] == 500.0
     assert metrics["generation_time_ms"] == 400.0
@@ -210,11 +219,73 @@ def test_metrics_reconcile_with_the_steps(peer: Any, shared: Any) -> None:
         "draft_acceptance_rate": 0.4286,
         "acceptance_histogram": [1, 1, 1, 0],
         "acceptance_histogram_by_draft_length": {"1": [0, 1], "3": [1, 0, 1, 0]},
-    }
+        "num_draft_tokens_per_pos": [3, 2, 2],
+        "num_accepted_tokens_per_pos": [2, 1, 0],
+        "by_source": {
+            "model": {
+                "num_spec_steps": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 1,
+                "mean_acceptance_length": 1.5, "draft_acceptance_rate": 0.25,
+                "num_draft_tokens_per_pos": [2, 1, 1], "num_accepted_tokens_per_pos": [1, 0, 0],
+            },
+            "suffix": {
+                "num_spec_steps": 1, "num_draft_tokens": 3, "num_accepted_draft_tokens": 2,
+                "mean_acceptance_length": 3.0, "draft_acceptance_rate": 0.6667,
+                "num_draft_tokens_per_pos": [1, 1, 1], "num_accepted_tokens_per_pos": [1, 1, 0],
+            },
+        },
+        "draft_time_ms": 1.25,
+        "verify_time_ms": 52.5,
+    }  # fmt: skip
     assert shared.ledger.first_tokens == [0.5]
     assert shared.ledger.gaps[0] is None
     assert shared.ledger.gaps[1:] == pytest.approx([0.1] * 4)
     assert shared.ledger.reasons == [FinishReason.STOP]
+
+
+class Deaf:
+    """An observer that nothing is wanted from."""
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def step(self, output: StepOutput, seconds: float | None) -> None: ...
+
+    def finished(self, reason: FinishReason, metrics: ResponseMetrics) -> None: ...
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(0, 6), st.sampled_from(["suffix", "model", "prediction", ""])), max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, end=st.sampled_from(["bonus", "draft"]))
+def test_tokens_are_steps_plus_accepted_and_all_sums_agree_wherever_the_answer_ends(
+    steps: list[tuple[int, int, str]], end: str
+) -> None:
+    metrics = ResponseMetrics(0.0, 6, Deaf())
+    num_tokens = 0
+    for place, (num_draft_tokens, accepted, source) in enumerate(steps):
+        num_accepted = min(accepted, num_draft_tokens)
+        # Where the answer ends inside a draft, its last token is an accepted one and none follows.
+        ends_in_draft = end == "draft" and place == len(steps) - 1 and num_accepted > 0
+        kept = num_accepted + (not ends_in_draft)
+        num_tokens += kept
+        output = StepOutput("r", (7,) * kept, "", (), num_draft_tokens, num_accepted, draft_source=source)
+        metrics.record(output, 1.0)
+    block = metrics.block()
+    drafts = block["speculative_decoding"]
+    assert num_tokens == block["num_steps"] + drafts["num_accepted_draft_tokens"]
+    histogram = drafts["acceptance_histogram"]
+    assert sum(histogram) == drafts["num_spec_steps"] == sum(bool(drafted) for drafted, _, _ in steps)
+    assert sum(i * n for i, n in enumerate(histogram)) == drafts["num_accepted_draft_tokens"]
+    by_length = drafts["acceptance_histogram_by_draft_length"].values()
+    assert [sum(row[i] for row in by_length if i < len(row)) for i in range(len(histogram))] == histogram
+    for part in (drafts, *drafts["by_source"].values()):
+        assert sum(part["num_draft_tokens_per_pos"]) == part["num_draft_tokens"]
+        assert sum(part["num_accepted_tokens_per_pos"]) == part["num_accepted_draft_tokens"]
+    for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+        assert sum(part[name] for part in drafts["by_source"].values()) == drafts[name]
+    assert set(drafts["by_source"]) == {source or "unknown" for drafted, _, source in steps if drafted}
 
 
 def test_metrics_without_speculation_have_no_rates(peer: Any) -> None:
@@ -224,7 +295,8 @@ def test_metrics_without_speculation_have_no_rates(peer: Any) -> None:
     assert metrics["speculative_decoding"] | {"num_spec_steps": 0} == {
         "num_spec_steps": 0, "num_spec_tokens": 0, "num_draft_tokens": 0, "num_accepted_draft_tokens": 0,
         "mean_acceptance_length": None, "draft_acceptance_rate": None, "acceptance_histogram": [0],
-        "acceptance_histogram_by_draft_length": {},
+        "acceptance_histogram_by_draft_length": {}, "num_draft_tokens_per_pos": [], "num_accepted_tokens_per_pos": [],
+        "by_source": {}, "draft_time_ms": 0.0, "verify_time_ms": 0.0,
     }  # fmt: skip
 
 

@@ -31,6 +31,9 @@ class CharacterPrompts:
             raise ZeroDivisionError("template bug")
         return tuple(ord(character) for character in text)
 
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(ord(character) for character in text)
+
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
@@ -70,7 +73,7 @@ class EchoEngine:
     @property
     def status(self) -> EngineStatus:
         model = ModelInfo("echo", 0x110000, 20_000, "reference", "suffix", max_draft_tokens=4)
-        stats = EngineStats(len(self.running), 0, 100, 60, 30, 2, 7, 50, 20)
+        stats = EngineStats(len(self.running), 0, 100, 60, 30, 2, 7, 50, 20, draft_s=0.5, verify_s=1.5)
         return EngineStatus(
             self.state, 1, self.last_step_age_s, model if self.state == "ready" else None, stats, "An echo."
         )
@@ -95,8 +98,10 @@ class EchoEngine:
             tokens = answer[start : start + TOKENS_PER_STEP]
             text = "".join(map(chr, tokens))
             logprobs = (TokenLogprob(2**30, -1.0),) if text == "uns" else ()
-            drafted = {"num_draft_tokens": 4, "num_accepted": len(tokens) - 1}
-            sink(StepOutput(request.request_id, tokens, text, logprobs, **drafted))
+            # the last answer of a step of one token ends at an accepted draft token
+            drafted = {"num_draft_tokens": 4, "num_accepted": min(len(tokens), 2)}
+            source = "prediction" if request.prediction_token_ids else "suffix"
+            sink(StepOutput(request.request_id, tokens, text, logprobs, **drafted, draft_source=source))
         if "die" in "".join(map(chr, prompt)):
             return StepOutput(request.request_id, finish_reason=FinishReason.ERROR, error="The engine died.")
         cut = request.generate and len(answer) == request.params.max_tokens and answer != prompt

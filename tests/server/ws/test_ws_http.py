@@ -72,11 +72,12 @@ async def test_metrics_count_what_responses_did(http: Any) -> None:
         during = await samples(http)
     # eight tokens in steps of three: drafts of four, of which 2, 2 and 1 were accepted
     expected = {
-        "spec_decode_num_drafts_total": 3,
-        "spec_decode_num_draft_tokens_total": 12,
-        "spec_decode_num_accepted_tokens_total": 5,
-        ("spec_decode_num_accepted_tokens_per_pos_total", "0"): 3,
-        ("spec_decode_num_accepted_tokens_per_pos_total", "1"): 2,
+        ("spec_decode_num_drafts_total", "suffix"): 3,
+        ("spec_decode_num_draft_tokens_total", "suffix"): 12,
+        ("spec_decode_num_accepted_tokens_total", "suffix"): 5,
+        **{("spec_decode_num_draft_tokens_per_pos_total", str(i), "suffix"): 3 for i in range(4)},
+        ("spec_decode_num_accepted_tokens_per_pos_total", "0", "suffix"): 3,
+        ("spec_decode_num_accepted_tokens_per_pos_total", "1", "suffix"): 2,
         "prompt_tokens_total": 8,
         "generation_tokens_total": 8,
         ("request_success_total", "stop"): 1,
@@ -92,6 +93,7 @@ async def test_metrics_count_what_responses_did(http: Any) -> None:
     assert during["kv_cache_usage_perc"] == pytest.approx(0.1)
     assert (during["num_preemptions_total"], during["prefix_cache_hits_total"]) == (2, 20)
     assert (during["prefix_cache_queries_total"], during["engine_restarts_total"]) == (50, 1)
+    assert (during["spec_decode_draft_seconds_total"], during["spec_decode_verify_seconds_total"]) == (0.5, 1.5)
 
 
 async def samples(http: Any) -> dict[Any, float]:

@@ -356,3 +356,14 @@ async def test_other_websocket_paths_are_not_found(serve: Any, caplog: pytest.Lo
         assert refused.value.response.status_code == 404
         assert "/v1/responses" in json.loads(refused.value.response.body)["error"]["message"]
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("length", [6, 50_000])  # the second is made into tokens in a thread
+async def test_a_prediction_travels_with_its_request_and_is_counted_in_the_usage(
+    serve: Any, engine: Any, length: int
+) -> None:
+    async with serve() as (_, port), dial(port) as websocket:
+        await create(websocket, "abcdef", prediction={"type": "content", "content": "x" * length})
+        details = (await until(websocket))[-1]["response"]["usage"]["output_tokens_details"]
+    assert engine.requests[0].prediction_token_ids == (ord("x"),) * min(length, 20_000)
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (4, 4)
