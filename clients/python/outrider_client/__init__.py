@@ -17,6 +17,7 @@ from .errors import (
 from .events import (
     ContentPartEvent,
     DraftCounts,
+    Drafts,
     Event,
     Metrics,
     OutputItemEvent,
@@ -40,6 +41,7 @@ __all__ = [
     "ContentPartEvent",
     "Conversation",
     "DraftCounts",
+    "Drafts",
     "Event",
     "Metrics",
     "OutputItemEvent",

@@ -28,18 +28,45 @@ class Usage:
         """Input tokens whose keys and values the server already had."""
         return int(self.input_tokens_details.get("cached_tokens", 0))
 
+    @property
+    def accepted_prediction_tokens(self) -> int:
+        """Tokens of the request's ``prediction`` that were guessed from it and found right."""
+        return int(self.output_tokens_details.get("accepted_prediction_tokens", 0))
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """The same, found wrong; they are no part of ``output_tokens``."""
+        return int(self.output_tokens_details.get("rejected_prediction_tokens", 0))
+
 
 @dataclass(frozen=True)
-class SpeculativeDecoding:
-    """How well the drafts did. ``mean_acceptance_length`` is tokens per step: 1 + accepted/steps."""
+class Drafts:
+    """How well drafts did, over the steps that verified one.
+
+    ``mean_acceptance_length`` is tokens per step: 1 + accepted/steps.
+    """
 
     mean_acceptance_length: float | None = None
     draft_acceptance_rate: float | None = None
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)  # [i]: those that were i-th, from 0, in a draft
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SpeculativeDecoding(Drafts):
+    """All drafts of a response, and those of each source by its name: suffix, model or prediction.
+
+    The times are of whole steps, which other responses may share.
+    """
+
     num_spec_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)  # [i]: steps that accepted i
+    by_source: Mapping[str, Drafts] = field(default_factory=dict)
+    draft_time_ms: float = 0.0
+    verify_time_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -190,9 +217,22 @@ def _parse_response(value: Any, kind: str) -> Response:
     values["usage"] = _optional(Usage, value.get("usage"))
     values["metrics"] = metrics = _optional(Metrics, value.get("metrics"))
     if metrics is not None:
-        speculation = _optional(SpeculativeDecoding, value["metrics"].get("speculative_decoding"))
+        speculation = _parse_speculation(value["metrics"].get("speculative_decoding"))
         values["metrics"] = Metrics(**{**vars(metrics), "speculative_decoding": speculation})
     return Response(**{**values, "raw": value})
+
+
+def _parse_speculation(value: Any) -> SpeculativeDecoding | None:
+    if not isinstance(value, Mapping):
+        return None
+    values = _known_fields(SpeculativeDecoding, value)
+    sources = value.get("by_source")
+    values["by_source"] = {
+        source: drafts
+        for source, counts in (sources.items() if isinstance(sources, Mapping) else ())
+        if (drafts := _optional(Drafts, counts)) is not None
+    }
+    return SpeculativeDecoding(**values)
 
 
 def _optional(cls: type[T], value: Any) -> T | None:

@@ -92,10 +92,14 @@ class ScriptedServer:
             ending = ("response.incomplete", "cancelled")
         self.stored.add(response_id)
         usage = {"input_tokens": 5, "output_tokens": 6, "total_tokens": 11}
+        counts = {"num_spec_steps": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 3}
+        by_source = {"prediction": {**counts, "num_accepted_tokens_per_pos": [2, 1]}, "odd": None}
+        drafts = {**counts, "mean_acceptance_length": 2.5, "by_source": by_source, "draft_time_ms": 0.5}
+        details = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 1}
         await report(
             *ending,
-            usage={**usage, "input_tokens_details": {"cached_tokens": 4}},
-            metrics={"time_to_first_token_ms": 1.5, "speculative_decoding": {"mean_acceptance_length": 2.5}},
+            usage={**usage, "input_tokens_details": {"cached_tokens": 4}, "output_tokens_details": details},
+            metrics={"time_to_first_token_ms": 1.5, "speculative_decoding": drafts},
         )
 
     @staticmethod
@@ -127,6 +131,16 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("prediction", ["abc", {"type": "content", "content": "abc"}])
+async def test_a_prediction_is_sent_in_the_standard_shape_and_its_counts_come_back(prediction: Any) -> None:
+    async with connected() as (server, client):
+        stream = await client.respond("Hello", prediction=prediction)
+        await stream.result()
+        assert server.created[0]["prediction"] == {"type": "content", "content": "abc"}
+        assert stream.usage is not None
+        assert (stream.usage.accepted_prediction_tokens, stream.usage.rejected_prediction_tokens) == (3, 1)
+
+
 async def test_deltas_come_typed_and_in_order_and_the_end_brings_usage_and_metrics() -> None:
     async with connected() as (server, client):
         stream = await client.respond("Hello", max_output_tokens=64, seed=7)
@@ -138,8 +152,13 @@ async def test_deltas_come_typed_and_in_order_and_the_end_brings_usage_and_metri
         assert stream.metrics is not None
         assert stream.metrics.speculative_decoding is not None
         assert stream.metrics.speculative_decoding.mean_acceptance_length == 2.5
+        assert stream.metrics.speculative_decoding.draft_time_ms == 0.5
+        counts = {"num_spec_steps": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 3}
+        expected = oc.Drafts(**counts, num_accepted_tokens_per_pos=[2, 1])
+        assert stream.metrics.speculative_decoding.by_source == {"prediction": expected}
     request = server.created[0]
     assert (request["input"], request["max_output_tokens"], request["seed"]) == ("Hello", 64, 7)
+    assert "prediction" not in request
     assert server.cancelled == [], "an answer read to its end is not cancelled"
 
 

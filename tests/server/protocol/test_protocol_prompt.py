@@ -48,3 +48,9 @@ def test_a_control_token_in_a_message_stays_text(prompts: TemplatePromptBuilder)
 def test_what_the_template_refuses_is_a_prompt_error_that_says_why(prompts: TemplatePromptBuilder) -> None:
     with pytest.raises(PromptError, match="no system"):
         prompts.build([Message(role="system", content="x")])
+
+
+def test_a_plain_text_becomes_tokens_with_nothing_added_and_no_control_token(prompts: TemplatePromptBuilder) -> None:
+    ids = prompts.encode("h\u00e9<e>")
+    assert not {0, 1} & set(ids)
+    assert b"".join(map(prompts.token_bytes, ids)) == "h\u00e9<e>".encode()
