@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -70,6 +70,29 @@ class Drafter(Protocol):
         """One draft a request, in order, each of at most ``max_draft_tokens`` tokens."""
 
     def release(self, sequence_id: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFacts:
+    """What is known of a sequence beside its tokens.
+
+    ``tenant``: whose it is; what was learned from one tenant's sequences never serves another's.
+    ``num_prompt_tokens``: of the tokens given to ``begin``; those after them are the answer's first.
+    ``prediction_token_ids``: what the client expects the answer to be.
+    ``sampled``: the target draws at a temperature above 0.
+    """
+
+    tenant: str = ""
+    num_prompt_tokens: int = 0
+    prediction_token_ids: Sequence[int] = ()
+    sampled: bool = False
+
+
+@runtime_checkable
+class InformedDrafter(Drafter, Protocol):
+    """A drafter that makes use of ``SequenceFacts``. The engine calls ``inform`` right after ``begin``."""
+
+    def inform(self, sequence_id: int, facts: SequenceFacts) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
