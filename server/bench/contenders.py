@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -26,7 +27,10 @@ class Contender(Protocol):
 
 
 class Server:
-    """A server at a URL. Each concurrent stream has a connection of its own, as different users would."""
+    """A server at a URL. Each concurrent stream has a connection of its own, as different users would.
+
+    ``takes_seeds``: above temperature 0, each prompt has a seed of its own, the same every time.
+    """
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class Server:
         max_tokens: int,
         temperature: float,
         max_draft_tokens: int | None = None,
+        takes_seeds: bool = False,
         model: str | None = None,
         timeout_s: float,
     ) -> None:
@@ -44,6 +49,7 @@ class Server:
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._max_draft_tokens = max_draft_tokens
+        self._takes_seeds = takes_seeds
         self.model = self._asked_model = model
         self._timeout_s = timeout_s
         self._connections: list[Connection] = []
@@ -74,8 +80,10 @@ class Server:
         self._connections.append(open_connection(self._url, model=self._asked_model, timeout_s=self._timeout_s))
 
     async def _measure(self, connection: Connection, prompt: Prompt) -> Measurement:
-        ask = Ask(prompt.messages, self._max_tokens, self._temperature, self._max_draft_tokens)
+        seed = prompt.line if self._takes_seeds and self._temperature else None
+        ask = Ask(prompt.messages, self._max_tokens, self._temperature, self._max_draft_tokens, seed)
         sent_at, text_times_s, ending = 0.0, [], None
+        digest = hashlib.sha256()
         try:
             async for record in connection.stream(ask):
                 match record:
@@ -84,6 +92,7 @@ class Server:
                     case Chunk(at, text):
                         if text:
                             text_times_s.append(at - sent_at)
+                            digest.update(text.encode())
                     case Ending():
                         ending = record
         except StreamFailed as error:
@@ -97,4 +106,5 @@ class Server:
             ending.num_input_tokens,
             ending.num_output_tokens,
             ending.speculation,
+            text_digest=digest.hexdigest()[:16],
         )

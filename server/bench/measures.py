@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.server.bench.streams import Speculation
+from outrider.server.bench.speculation import Speculation, merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class Measurement:
     num_output_tokens: int | None = None
     speculation: Speculation | None = None
     error: str | None = None
+    text_digest: str | None = None  # of the whole answer: two that agree gave the same text
 
     @property
     def ttft_s(self) -> float | None:
@@ -67,7 +68,7 @@ class Summary:
     icl_p95_s: float | None
     stream_tokens_per_second: float | None  # mean over streams
     total_tokens_per_second: float | None  # all tokens over the wall time
-    acceptance_length: float | None
+    acceptance_length: float | None  # over all steps of all requests, so that long answers weigh more
 
 
 def summarise(passes: Iterable[Pass]) -> Summary:
@@ -90,7 +91,7 @@ def summarise(passes: Iterable[Pass]) -> Summary:
         icl_p95_s=percentile([gap for request in done for gap in request.gaps_s], 95),
         stream_tokens_per_second=sum(speeds) / len(speeds) if speeds else None,
         total_tokens_per_second=num_tokens / wall_s if num_tokens and wall_s else None,
-        acceptance_length=_acceptance_length(done),
+        acceptance_length=merged(request.speculation for request in done).acceptance_length,
     )
 
 
@@ -114,14 +115,6 @@ def ratio(firsts: Sequence[float | None], seconds: Sequence[float | None]) -> Ra
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
     return float(np.percentile(values, percent)) if values else None
-
-
-def _acceptance_length(requests: Iterable[Measurement]) -> float | None:
-    """Over all steps of all requests, so that long answers weigh more."""
-    counts = [request.speculation for request in requests if request.speculation is not None]
-    return Speculation(
-        sum(c.num_steps for c in counts), sum(c.num_draft_tokens for c in counts), sum(c.num_accepted for c in counts)
-    ).acceptance_length
 
 
 def _known(requests: Iterable[Measurement], figure: Callable[[Measurement], float | None]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +20,26 @@ class InvalidWorkload(ValueError):
 class Prompt:
     line: int  # in the file, from 1
     messages: tuple[Message, ...]
+    category: str = ""  # empty: the file names none
 
 
-def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """The first ``limit`` prompts of a file, each line one JSON object with one of
+def load_prompts(path: Path, limit: int | None = None, per_category: int | None = None) -> list[Prompt]:
+    """The first ``limit`` prompts of a file, of each category no more than the first ``per_category``.
+
+    Each line is one JSON object with one of
 
     - ``prompt``: a user message,
     - ``messages``: a dialogue, ``[{"role": "user", "content": "…"}, …]``,
-    - ``turns``: user messages, as in Spec-Bench and MT-bench; the first is used.
+    - ``turns``: user messages, as in Spec-Bench and MT-bench; the first is used,
+
+    and ``category``, if it has one.
 
     Raises:
         InvalidWorkload: the file cannot be read, a line cannot be used, or there is no prompt.
     """
     try:
         with path.open(encoding="utf-8") as file:
-            prompts = list(_prompts(path, file, limit))
+            prompts = list(_prompts(path, file, limit, per_category))
     except OSError as error:
         raise InvalidWorkload(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -43,19 +49,22 @@ def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def _prompts(path: Path, lines: Iterable[str], limit: int | None) -> Iterable[Prompt]:
-    num_prompts = 0
+def _prompts(path: Path, lines: Iterable[str], limit: int | None, per_category: int | None) -> Iterable[Prompt]:
+    seen: Counter[str] = Counter()
     for number, line in enumerate(lines, start=1):
-        if num_prompts == limit:
+        if seen.total() == limit:
             return
         if line.strip():
             try:
-                yield Prompt(number, _messages(json.loads(line)))
+                fields = json.loads(line)
+                prompt = Prompt(number, _messages(fields), _category(fields))
             except json.JSONDecodeError as error:
                 raise InvalidWorkload(f"{path}, line {number}: not JSON ({error})") from error
             except InvalidWorkload as error:
                 raise InvalidWorkload(f"{path}, line {number}: {error}") from None
-            num_prompts += 1
+            if per_category is None or seen[prompt.category] < per_category:
+                seen[prompt.category] += 1
+                yield prompt
 
 
 def _messages(fields: Any) -> tuple[Message, ...]:
@@ -74,6 +83,13 @@ def _messages(fields: Any) -> tuple[Message, ...]:
             raise InvalidWorkload("'messages' must be a list of objects with 'role' and 'content'")
         return tuple(_message(f"messages[{i}]", m.get("role"), m.get("content")) for i, m in enumerate(messages))
     raise InvalidWorkload("it has none of the fields 'prompt', 'messages', 'turns'")
+
+
+def _category(fields: dict[str, Any]) -> str:
+    category = fields.get("category") or ""
+    if not isinstance(category, str):
+        raise InvalidWorkload(f"'category' must be text, not {category!r}")
+    return category
 
 
 def _message(name: str, role: Any, content: Any) -> Message:

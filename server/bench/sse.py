@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx
 
+from outrider.server.bench.speculation import Speculation, speculation_of
 from outrider.server.bench.streams import (
     Ask,
     CannotConnect,
@@ -16,9 +17,7 @@ from outrider.server.bench.streams import (
     Json,
     Record,
     Sent,
-    Speculation,
     StreamFailed,
-    speculation_of,
 )
 
 
@@ -74,6 +73,7 @@ class ChatConnection:
             "max_tokens": ask.max_tokens,
             "temperature": ask.temperature,
             "max_draft_tokens": ask.max_draft_tokens,
+            "seed": ask.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

@@ -19,6 +19,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.protocol import State
 
+from outrider.server.bench.speculation import Speculation, speculation_of
+
 Json = Mapping[str, Any]
 MAX_FRAME_BYTES = 64 * 2**20
 
@@ -43,6 +45,7 @@ class Ask:
     max_tokens: int | None = None
     temperature: float | None = None
     max_draft_tokens: int | None = None
+    seed: int | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     include: tuple[str, ...] = ()
@@ -60,20 +63,6 @@ class Chunk:
     at: float
     text: str
     fields: Json
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """Over the steps that verified a draft."""
-
-    num_steps: int
-    num_draft_tokens: int
-    num_accepted: int
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Mean tokens per step, the one the target adds included: 1 + accepted/steps."""
-        return 1 + self.num_accepted / self.num_steps if self.num_steps else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +181,7 @@ class ResponsesConnection:
             "max_output_tokens": ask.max_tokens,
             "temperature": ask.temperature,
             "max_draft_tokens": ask.max_draft_tokens,
+            "seed": ask.seed,
             "instructions": ask.instructions,
             "previous_response_id": ask.previous_response_id,
             "include": list(ask.include) or None,
@@ -232,11 +222,3 @@ def _responses_ending(now: float, response: Json) -> Ending:
         response.get("id"),
         response.get("model"),
     )
-
-
-def speculation_of(metrics: Json) -> Speculation | None:
-    """From vLLM's per-request shape."""
-    counts = metrics.get("speculative_decoding")
-    if not counts:
-        return None
-    return Speculation(counts["num_spec_steps"], counts["num_draft_tokens"], counts["num_accepted_draft_tokens"])

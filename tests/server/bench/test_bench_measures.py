@@ -10,7 +10,7 @@ from outrider.server.bench.measures import Measurement, Pass, Ratio, percentile,
 from outrider.server.bench.prompts import Prompt
 from outrider.server.bench.report import equal_token_counts, failures, pairs, table
 from outrider.server.bench.rounds import Result, run_rounds
-from outrider.server.bench.streams import Speculation
+from outrider.server.bench.speculation import Speculation
 
 # First text after 0.2 s, end after 1.1 s, 10 tokens in 4 pieces.
 ANSWER = Measurement(1, (0.2, 0.5, 0.6, 1.1), 1.1, 7, 10, Speculation(4, 12, 6))

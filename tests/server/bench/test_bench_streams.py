@@ -17,6 +17,7 @@ from websockets.sync.server import ServerConnection, serve
 
 from outrider.server.bench.contenders import Server
 from outrider.server.bench.prompts import Prompt
+from outrider.server.bench.speculation import Speculation
 from outrider.server.bench.streams import (
     Ask,
     CannotConnect,
@@ -24,7 +25,6 @@ from outrider.server.bench.streams import (
     Ending,
     Record,
     Sent,
-    Speculation,
     StreamFailed,
     open_connection,
 )
