@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from outrider.draft.base import NO_DRAFT, Draft
-from outrider.draft.calibration import UNKNOWN_CONFIDENCE, Calibration, Turn
 from outrider.draft.controller_costs import DraftCosts, KnownCosts
+from outrider.draft.controller_records import DraftRecords, confidences_of
 
-COSTLY_SOURCE = "model"  # the source whose guesses cost time whether they are verified or not
+MODEL = "model"  # the source whose guesses cost time, whether they are verified or not
 _LONGEST_REST = 16  # steps without a draft after which one is tried again
 _SMOOTHING = 0.1  # share of the newest step in what is averaged over steps
 
@@ -31,42 +31,17 @@ class DraftLimit:
     min_survival: float = 0.0
 
 
-class _SourceOfSequence:
-    """What one source's guesses were worth for one sequence."""
-
-    __slots__ = ("expected", "idle", "probed", "rest", "turn")
-
-    def __init__(self, expected: float) -> None:
-        self.turn = Turn()
-        self.expected = expected  # of a token before it is drafted: how likely it is right where all before it are
-        self.rest = 1  # steps to go without before a probe
-        self.idle = 0  # steps gone without
-        self.probed = False  # the draft under way is a probe
-
-
-@dataclass(slots=True)
-class _FollowedSequence:
-    sampled: bool = False
-    step: int = 0
-    sources: dict[str, _SourceOfSequence] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _SharedSource:
-    calibration: Calibration = field(default_factory=Calibration)
-    expected: float = 0.6
-
-
 @dataclass(slots=True)
 class _Step:
-    """What ``plan`` leaves for ``trim``."""
+    """What ``plan`` leaves for the calls after it."""
 
     states: Sequence[DraftState] = ()
-    num_other_rows: int = 0
+    num_rows: int = 0  # without drafts
     max_draft_rows: int = 0
     fixed_ms: float = 0.0  # that no draft changes, beside the pass
     row_ms: float = 0.0  # of one draft row, for the tokens before it, on average
     price: float = 0.0  # tokens that a millisecond is worth
+    usual_rows: int = 0  # of a pass with the other sequences' drafts
 
 
 class DraftController:
@@ -89,22 +64,22 @@ class DraftController:
     def __init__(self, costs: DraftCosts | None = None, max_draft_tokens: int = 8) -> None:
         self._costs = KnownCosts(costs or DraftCosts())
         self._max_draft_tokens = max_draft_tokens
-        self._shared: dict[tuple[str, bool], _SharedSource] = {}
-        self._sequences: dict[int, _FollowedSequence] = {}
-        self._gain = 1.5  # how many times the tokens per second of no drafts, smoothed
+        self._records = DraftRecords()
+        self._gain = 1.5  # how many times the tokens per millisecond of no drafts, smoothed
+        self._draft_rows = 2.0  # of a sequence and step, smoothed
         self._step = _Step()
 
     @property
     def num_followed(self) -> int:
-        return len(self._sequences)
+        return len(self._records)
 
     def begin(self, sequence_id: int, sampled: bool = False) -> None:
         """Start to follow a sequence. ``sampled``: its temperature is above 0, where guesses come true less often."""
-        self._sequences[sequence_id] = _FollowedSequence(sampled)
+        self._records.begin(sequence_id, sampled)
 
     def release(self, sequence_id: int) -> None:
         """Forget a sequence, if it is known."""
-        self._sequences.pop(sequence_id, None)
+        self._records.release(sequence_id)
 
     def plan(
         self, states: Sequence[DraftState], num_other_rows: int = 0, max_draft_rows: int | None = None
@@ -114,65 +89,92 @@ class DraftController:
         ``num_other_rows``: rows of the same pass that are not of these sequences (prefill).
         ``max_draft_rows``: that all drafts together may take; None: as many as the sequences want.
         """
+        if not states:
+            self._step = _Step()
+            return []
+        limits = [max(0, min(state.max_draft_tokens, self._max_draft_tokens)) for state in states]
+        most = sum(limits) if max_draft_rows is None else max(0, min(max_draft_rows, sum(limits)))
         num_rows = len(states) + num_other_rows
-        limits = [min(state.max_draft_tokens, self._max_draft_tokens) for state in states]
-        if max_draft_rows is None:
-            max_draft_rows = sum(limits)
-        passes = self._costs.passes(num_rows + min(max_draft_rows, sum(limits)))
         attention = [self._costs.attention_ms(state.num_context_tokens) for state in states]
-        fixed_ms = self._costs.step_overhead_ms + sum(first for first, _ in attention)
-        row_ms = sum(further for _, further in attention) / max(1, len(states))
-        base_ms = fixed_ms + passes[num_rows]
-        price = self._gain * len(states) / base_ms if base_ms > 0 else 0.0
-        self._step = _Step(states, num_other_rows, max_draft_rows, fixed_ms, row_ms, price)
-        # The cheapest row that can be added, at its price: what is worth less is never verified.
-        end = min(len(passes) - 1, num_rows + max(1, max_draft_rows))
-        cheapest = min(
-            ((passes[end_row] - passes[num_rows]) / (end_row - num_rows) for end_row in range(num_rows + 1, end + 1)),
-            default=0.0,
-        )
-        min_survival = min(0.9, price * (cheapest + row_ms))
+        step = self._step = _Step(states, num_rows, most)
+        step.fixed_ms = self._costs.step_overhead_ms + sum(first for first, _ in attention)
+        step.row_ms = sum(further for _, further in attention) / len(states)
+        passes = self._costs.passes(num_rows + most)
+        step.price = self._gain * len(states) / max(1e-9, step.fixed_ms + passes[num_rows])
+        step.usual_rows = num_rows + min(most, round(self._draft_rows * (len(states) - 1)))
         for state in states:
-            self._sequence(state.sequence_id).step += 1
-        return [DraftLimit(max(0, min(limit, max_draft_rows)), min_survival) for limit in limits]
+            self._records.sequence(state.sequence_id).step += 1
+        longest = min(most, max(limits))
+        # A chain goes on where one more token promises more than the row and the draft's own step are worth.
+        num_chain = min(longest, 1 + round(self._draft_rows))
+        row_ms = self._row_ms(num_chain) / max(1, num_chain)
+        drafted = self._costs.draft_ms(len(states), 2) - self._costs.draft_ms(len(states), 1)
+        min_survival = min(0.9, step.price * (row_ms + drafted / len(states)))
+        return [
+            DraftLimit(min(limit, most), min_survival ** (1 / self._records.shared(state.sequence_id, MODEL).sharpness))
+            for state, limit in zip(states, limits, strict=True)
+        ]
+
+    def value(self, sequence_id: int, draft: Draft) -> float:
+        """Tokens that the best beginning of a draft gains in the planned step, less what its rows cost."""
+        best = gained = 0.0
+        for num_tokens, survival in enumerate(self._records.survivals(sequence_id, draft), 1):
+            gained += survival
+            best = max(best, gained - self._step.price * self._row_ms(num_tokens))
+        return best
+
+    def model_pays(self, sequence_id: int, other_value: float) -> bool:
+        """Whether a draft model should guess for a sequence that has a draft of ``other_value`` without it.
+
+        It should where it gained more, of late, than the time was worth; otherwise now and then, to see.
+        """
+        source = self._records.source(sequence_id, MODEL)
+        if source.value > other_value:
+            return True
+        shared = self._records.shared(sequence_id, MODEL)
+        source.value += 0.02 * (shared.value - source.value)
+        return source.is_due(self._longest_rest)
+
+    def model_guessed(self, sequence_id: int, draft: Draft, num_sequences: int) -> float:
+        """Learn what a draft model's guess was worth, its time included; the ``value`` of the draft.
+
+        ``num_sequences``: that it guessed for at once.
+        """
+        value = self.value(sequence_id, draft)
+        draft_ms = self._costs.draft_ms(num_sequences, len(draft.token_ids) + 1) / num_sequences
+        net = value - self._step.price * draft_ms
+        source, shared = self._records.source(sequence_id, MODEL), self._records.shared(sequence_id, MODEL)
+        source.value += 0.2 * (net - source.value)
+        shared.value += 0.02 * (net - shared.value)
+        if source.value > 0:
+            source.used()
+        if draft.token_ids and not draft.parents:
+            shared.compare(confidences_of(draft), self._records.survivals(sequence_id, draft)[-1])
+        return value
 
     def trim(self, drafts: Sequence[Draft], draft_ms: float = 0.0) -> list[Draft]:
         """The part of the drafts that is worth verifying, in the order of ``plan``'s sequences.
 
         ``draft_ms``: what drafting took.
-        """
-        states, price_rows = self._step.states, self._step.max_draft_rows
-        if len(drafts) != len(states):
-            raise ValueError(f"{len(drafts)} drafts for {len(states)} sequences; plan() and trim() take the same ones")
-        ranked = []
-        for index, (state, draft) in enumerate(zip(states, drafts, strict=True)):
-            survivals = self.survivals(state.sequence_id, draft)[: state.max_draft_tokens]
-            ranked += [(-survival, index, token) for token, survival in enumerate(survivals)]
-        ranked.sort()  # of equal ones the earlier first, so what a token follows comes before it
-        num_rows = self._best_num_rows([-entry[0] for entry in ranked[:price_rows]], draft_ms)
-        kept: list[list[int]] = [[] for _ in states]
-        for _, index, token in ranked[:num_rows]:
-            kept[index].append(token)
-        spare = price_rows - num_rows
-        for state, draft, tokens in zip(states, drafts, kept, strict=True):
-            if draft.token_ids and self._probes(state.sequence_id, draft.source, bool(tokens), spare > 0):
-                tokens.append(0)
-                spare = 0  # one probe a step: they are paid by all
-        return [_part(draft, tokens) for draft, tokens in zip(drafts, kept, strict=True)]
 
-    def survivals(self, sequence_id: int, draft: Draft) -> list[float]:
-        """Of each token, the probability that it and all before it in its draft are accepted."""
-        sequence = self._sequence(sequence_id)
-        calibration = self._shared_source(sequence, draft.source).calibration
-        turn = self._source(sequence, draft.source).turn
-        turn.advance(sequence.step)
-        if not draft.parents:
-            return calibration.survivals(_confidences(draft), turn)
-        survivals: list[float] = []
-        for confidence, parent, depth in zip(_confidences(draft), draft.parents, _depths(draft), strict=True):
-            before = survivals[parent] if parent >= 0 else 1.0
-            survivals.append(before * calibration.probability(confidence, depth, turn))
-        return survivals
+        Raises:
+            ValueError: there are not as many drafts as sequences were planned.
+        """
+        step = self._step
+        if len(drafts) != len(step.states):
+            raise ValueError(f"{len(drafts)} drafts for {len(step.states)} planned sequences; plan and trim the same")
+        ranked = []
+        for index, (state, draft) in enumerate(zip(step.states, drafts, strict=True)):
+            if draft.token_ids:
+                survivals = self._records.survivals(state.sequence_id, draft)[: state.max_draft_tokens]
+                ranked += [(-survival, index, token) for token, survival in enumerate(survivals)]
+        ranked.sort()  # of equal ones the earlier first, so what a token follows comes before it
+        num_draft_rows = self._best_num_rows([-entry[0] for entry in ranked[: step.max_draft_rows]], draft_ms)
+        kept: list[list[int]] = [[] for _ in drafts]
+        for _, index, token in ranked[:num_draft_rows]:
+            kept[index].append(token)
+        self._probe(drafts, kept, step.max_draft_rows - num_draft_rows)
+        return [_part(draft, tokens) for draft, tokens in zip(drafts, kept, strict=True)]
 
     def record(self, sequence_id: int, draft: Draft, num_accepted: int, path: Sequence[int] = ()) -> None:
         """Learn from what became of a draft, as ``trim`` gave it.
@@ -180,87 +182,49 @@ class DraftController:
         ``num_accepted``: of its tokens, found right, also where the answer ended before.
         ``path``: for a tree, the indices of those that were accepted, first to last.
         """
-        sequence = self._sequence(sequence_id)
-        source = self._source(sequence, draft.source)
-        calibration = self._shared_source(sequence, draft.source).calibration
-        source.turn.advance(sequence.step)
-        confidences = _confidences(draft)
-        if draft.parents:
-            accepted, depths = set(path), _depths(draft)
-            for index, parent in enumerate(draft.parents):
-                if parent < 0 or parent in accepted:
-                    calibration.observe(confidences[index], depths[index], source.turn, index in accepted)
-        else:
-            for position in range(min(num_accepted + 1, len(confidences))):
-                calibration.observe(confidences[position], position, source.turn, position < num_accepted)
-        if num_accepted > 0:
-            source.rest = 1
+        if draft.token_ids:
+            self._records.observe(sequence_id, draft, num_accepted, path)
+
+    @property
+    def _longest_rest(self) -> int:
+        """All sequences of a step pay for one's probe, so that they are no more often than one in four steps."""
+        return max(_LONGEST_REST, 4 * len(self._step.states))
+
+    def _row_ms(self, num_draft_tokens: int) -> float:
+        """What a sequence's draft adds to the planned pass."""
+        step = self._step
+        passes = self._costs.passes(step.usual_rows + num_draft_tokens)
+        return passes[step.usual_rows + num_draft_tokens] - passes[step.usual_rows] + step.row_ms * num_draft_tokens
 
     def _best_num_rows(self, survivals: Sequence[float], draft_ms: float) -> int:
         """How many of the likeliest tokens make the most tokens per millisecond."""
         step = self._step
-        num_rows = len(step.states) + step.num_other_rows
-        passes = self._costs.passes(num_rows + len(survivals))
-        tokens, fixed_ms, row_ms = float(len(step.states)), step.fixed_ms, step.row_ms
-        none = tokens / max(1e-9, fixed_ms + passes[num_rows])
-        fixed_ms += draft_ms
-        best = tokens / max(1e-9, fixed_ms + passes[num_rows])
-        best_count = 0
+        if not step.states:
+            return 0
+        passes = self._costs.passes(step.num_rows + len(survivals))
+        tokens, fixed_ms = float(len(step.states)), step.fixed_ms + draft_ms
+        best, best_count = tokens / max(1e-9, fixed_ms + passes[step.num_rows]), 0
         for count, survival in enumerate(survivals, 1):
             tokens += survival
-            rate = tokens / max(1e-9, fixed_ms + passes[num_rows + count] + row_ms * count)
+            rate = tokens / max(1e-9, fixed_ms + passes[step.num_rows + count] + step.row_ms * count)
             if rate > best:
                 best, best_count = rate, count
-        if states_gain := none and best / none:
-            self._gain += _SMOOTHING * (states_gain - self._gain)
+        none = len(step.states) / max(1e-9, step.fixed_ms + passes[step.num_rows])
+        self._gain += _SMOOTHING * (best / none - self._gain)
+        self._draft_rows += _SMOOTHING * (best_count / len(step.states) - self._draft_rows)
         return best_count
 
-    def _probes(self, sequence_id: int, name: str, has_rows: bool, has_room: bool) -> bool:
-        """Whether a source without rows in this step is due to be tried."""
-        source = self._source(self._sequence(sequence_id), name)
-        if has_rows:
-            source.idle = 0
-            return False
-        source.idle += 1
-        if source.idle <= source.rest or not has_room:
-            return False
-        source.idle = 0
-        source.rest = min(2 * source.rest, max(_LONGEST_REST, 4 * len(self._step.states)))
-        return True
-
-    def _source(self, sequence: _FollowedSequence, name: str) -> _SourceOfSequence:
-        source = sequence.sources.get(name)
-        if source is None:
-            expected = self._shared_source(sequence, name).expected
-            source = sequence.sources[name] = _SourceOfSequence(expected)
-        return source
-
-    def _shared_source(self, sequence: _FollowedSequence, name: str) -> _SharedSource:
-        key = (name, sequence.sampled)
-        shared = self._shared.get(key)
-        if shared is None:
-            shared = self._shared[key] = _SharedSource()
-        return shared
-
-    def _sequence(self, sequence_id: int) -> _FollowedSequence:
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None:
-            sequence = self._sequences[sequence_id] = _FollowedSequence()
-        return sequence
-
-
-def _confidences(draft: Draft) -> Sequence[float]:
-    if len(draft.confidences) == len(draft.token_ids):
-        return draft.confidences
-    return (UNKNOWN_CONFIDENCE,) * len(draft.token_ids)
-
-
-def _depths(draft: Draft) -> list[int]:
-    """Of each token of a tree, how many of its draft come before it."""
-    depths: list[int] = []
-    for parent in draft.parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return depths
+    def _probe(self, drafts: Sequence[Draft], kept: Sequence[list[int]], num_spare_rows: int) -> None:
+        """Give the first token of one draft without rows a row, if its source has gone without for long enough."""
+        for state, draft, tokens in zip(self._step.states, drafts, kept, strict=True):
+            if not draft.token_ids:
+                continue
+            source = self._records.source(state.sequence_id, draft.source)
+            if tokens:
+                source.used()
+            elif num_spare_rows > 0 and state.max_draft_tokens > 0 and source.is_due(self._longest_rest):
+                tokens.append(0)
+                num_spare_rows = 0
 
 
 def _part(draft: Draft, tokens: list[int]) -> Draft:
@@ -271,7 +235,7 @@ def _part(draft: Draft, tokens: list[int]) -> Draft:
         return NO_DRAFT
     tokens.sort()
     renamed = {-1: -1} | {old: new for new, old in enumerate(tokens)}
-    confidences = _confidences(draft)
+    confidences = confidences_of(draft)
     return replace(
         draft,
         token_ids=tuple([draft.token_ids[token] for token in tokens]),
