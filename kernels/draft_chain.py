@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.draft_model import ChainLimits, DraftedTokens, DraftModel
-from outrider.kernels.operations import AttentionPlan, DecoderPass, Operations, RaggedBatch
+from outrider.kernels.operations import NULL_PAGE, AttentionPlan, DecoderPass, Operations, RaggedBatch
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _TO_UNIT = 2.0**-53
@@ -112,6 +112,9 @@ def check_chains(batch: RaggedBatch, page_size: int, limits: ChainLimits) -> Non
     room = batch.page_tables.shape[1] * page_size
     if (num_computed > room).any():
         raise ValueError(f"a chain needs {int(num_computed.max())} positions, and its page table has {room}")
+    last_pages = batch.page_tables[np.arange(num_seqs), np.maximum(num_computed - 1, 0) // page_size]
+    if ((last_pages == NULL_PAGE) & (limits.limits > 1)).any():
+        raise ValueError("a chain would write into the null page: reserve its pages first")
 
 
 def _rows_at(batch: RaggedBatch, alive: npt.NDArray[np.int64], step: int, page_size: int) -> RaggedBatch:

@@ -41,7 +41,10 @@ class Machine:
     def silu_mul(self, gate_up: _F32, to: _F32) -> None: ...
     def argmax(self, logits: _F32, to: _I64) -> None: ...
     def top_k(self, logits: _F32, values: _F32, ids: _I32) -> None: ...
-    def race_candidates(self, logits: _F32, temperature: float, draw: int, ids: _I32) -> int: ...
+    def race_candidates(
+        self, logits: _F32, temperature: float, draw: int, ids: _I32, token_map: _I64 | None = None
+    ) -> int: ...
+    def probabilities(self, logits: _F32, indices: _I64, temperatures: _F32, to: _F32) -> None: ...
     def plan_pass(
         self,
         cu_seqlens_q: _I32,
@@ -80,6 +83,39 @@ class Decoder:
         window: PassPlan | None,
         first: int,
         last: int,
+        embeddings: _F32 | None = None,
+        taps: Sequence[int] = (),
+        tapped: _F32 | None = None,
+    ) -> None: ...
+
+class DraftChain:
+    def __init__(
+        self,
+        machine: Machine,
+        decoder: Decoder,
+        window: int,
+        embedding: PackedLinear,
+        norm: _F32,
+        head: PackedLinear,
+        token_map: _I64 | None,
+        conditioned: bool,
+    ) -> None: ...
+    def run(
+        self,
+        hidden: _F32,
+        positions: _I64,
+        page_tables: _I32,
+        cos: _F32,
+        sin: _F32,
+        cache: _U8,
+        kv_format: str,
+        limits: _I64,
+        min_survival: npt.NDArray[np.float64],
+        temperatures: npt.NDArray[np.float64],
+        draws: npt.NDArray[np.uint64],
+        token_ids: _I64,
+        confidences: _F32,
+        counts: _I64,
     ) -> None: ...
 
 def read_memory(machine: Machine, data: _U8) -> None: ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.kernels.composed_decoder import ComposedDecoder, tap
 from outrider.kernels.cpu import _native
 from outrider.kernels.cpu.availability import selected_instruction_set, usable_cpus
 from outrider.kernels.cpu.weight_formats import packed_form
-from outrider.kernels.draft_chain import ComposedDraft
 from outrider.kernels.draft_model import ChainLimits, DraftedTokens, DraftModel, PackedDraft
 from outrider.kernels.operations import (
     AttentionPlan,
@@ -47,6 +44,8 @@ class NativeLayer:
     gate_up: PackedLinear
     down: PackedLinear
     has_window: bool
+    embedding_norm: npt.NDArray[np.float32] | None
+    norm_before_residual: bool
 
 
 class CpuOperations:
@@ -163,9 +162,7 @@ class CpuOperations:
         self.machine.attention(_array(query), _bytes(key_cache), _bytes(value_cache), scale, plan, result.numpy())
         return result
 
-    def pack_decoder(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> PackedDecoder:
-        if any(layer.embedding_norm is not None for layer in layers):
-            return ComposedDecoder(layers, shape)
+    def pack_decoder(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> _native.Decoder:
         native: list[Any] = [
             NativeLayer(
                 input_norm=_array(layer.input_norm),
@@ -176,6 +173,8 @@ class CpuOperations:
                 gate_up=layer.gate_up,
                 down=layer.down,
                 has_window=layer.has_window,
+                embedding_norm=None if layer.embedding_norm is None else _array(layer.embedding_norm),
+                norm_before_residual=layer.norm_before_residual,
             )
             for layer in layers
         ]
@@ -199,10 +198,6 @@ class CpuOperations:
         first_layer: int = 0,
         last_layer: int | None = None,
     ) -> Tensor:
-        if isinstance(decoder, ComposedDecoder):
-            return decoder.run(self, residual, cache, decoder_pass, first_layer, last_layer)
-        if decoder_pass.taps:
-            return self._decode_tapped(residual, decoder, cache, decoder_pass, first_layer, last_layer)
         assert isinstance(decoder, _native.Decoder)
         full, window = decoder_pass.full_plan, decoder_pass.window_plan
         assert full is None or isinstance(full, _native.PassPlan)
@@ -217,26 +212,11 @@ class CpuOperations:
             window,
             first_layer,
             len(cache) if last_layer is None else last_layer,
+            None if decoder_pass.embeddings is None else _array(decoder_pass.embeddings),
+            decoder_pass.taps,
+            None if decoder_pass.tapped is None else decoder_pass.tapped.numpy(),
         )
         return result
-
-    def _decode_tapped(
-        self,
-        residual: Tensor,
-        decoder: PackedDecoder,
-        cache: Tensor,
-        decoder_pass: DecoderPass,
-        first_layer: int,
-        last_layer: int | None,
-    ) -> Tensor:
-        last = len(cache) if last_layer is None else last_layer
-        untapped = dataclasses.replace(decoder_pass, taps=(), tapped=None)
-        for layer in sorted({first_layer, last, *(t for t in decoder_pass.taps if first_layer <= t <= last)}):
-            residual = self.decode(residual, decoder, cache, untapped, first_layer, layer)
-            first_layer = layer
-            if layer < last or last == len(cache):
-                tap(decoder_pass, layer, residual)
-        return residual
 
     def argmax(self, logits: Tensor) -> Tensor:
         result = torch.empty(len(logits), dtype=torch.int64)
@@ -249,22 +229,34 @@ class CpuOperations:
         return ids.long()
 
     def race_candidates(self, logits: Tensor, temperature: float, draw: int, token_map: Tensor | None = None) -> Tensor:
-        if token_map is not None:
-            return torch.arange(len(logits)) if int(self.argmax(logits[None])[0]) >= 0 else torch.empty(0).long()
         ids = torch.empty(len(logits), dtype=torch.int32)
-        count = self.machine.race_candidates(_array(logits), temperature, draw, ids.numpy())
+        count = self.machine.race_candidates(
+            _array(logits), temperature, draw, ids.numpy(), None if token_map is None else token_map.numpy()
+        )
         return ids[:count].long()
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits, dim=-1)
 
     def probabilities(self, logits: Tensor, indices: Tensor, temperatures: Tensor) -> Tensor:
-        heat = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
-        weights = ((logits - logits.amax(dim=-1, keepdim=True)) / heat).exp_()
-        return weights.gather(1, indices[:, None])[:, 0] / weights.sum(dim=-1)
+        result = torch.empty(len(logits))
+        self.machine.probabilities(_array(logits), indices.numpy(), _array(temperatures), result.numpy())
+        return result
 
-    def pack_draft(self, model: DraftModel) -> ComposedDraft:
-        return ComposedDraft(model)
+    def pack_draft(self, model: DraftModel) -> _native.DraftChain:
+        assert isinstance(model.decoder, _native.Decoder)
+        assert isinstance(model.embedding, _native.PackedLinear)
+        assert isinstance(model.head, _native.PackedLinear)
+        return _native.DraftChain(
+            self.machine,
+            model.decoder,
+            model.sliding_window or 0,
+            model.embedding,
+            _array(model.norm),
+            model.head,
+            None if model.token_map is None else model.token_map.numpy(),
+            model.conditioned,
+        )
 
     def draft_chain(
         self,
@@ -276,8 +268,28 @@ class CpuOperations:
         cache: Tensor,
         limits: ChainLimits,
     ) -> DraftedTokens:
-        assert isinstance(draft, ComposedDraft)
-        return draft.chain(self, hidden, batch, cos, sin, cache, limits)
+        assert isinstance(draft, _native.DraftChain)
+        shape = limits.draws.shape  # [num_seqs, max_steps]
+        drafted = DraftedTokens(
+            np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.float32), np.zeros(shape[0], dtype=np.int64)
+        )
+        draft.run(
+            _array(hidden),
+            batch.positions,
+            batch.page_tables,
+            _array(cos),
+            _array(sin),
+            _bytes(cache),
+            self._kv_format,
+            limits.limits,
+            limits.min_survival,
+            limits.temperatures,
+            limits.draws,
+            drafted.token_ids,
+            drafted.confidences,
+            drafted.counts,
+        )
+        return drafted
 
     def copy_kv(self, cache: Tensor, source_slots: Sequence[int], destination_slots: Sequence[int]) -> None:
         raise NotImplementedError("the native kernels cannot move tokens yet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,17 +28,18 @@ class DecoderKind:
     windows: Sequence[bool] = (False, False)
     has_biases: bool = False
     has_query_key_norm: bool = False
+    is_wide: bool = False  # its first layer
+    norm_before_residual: bool = False
 
     @property
     def shape(self) -> DecoderShape:
         return DecoderShape(self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim, 1e-5)
 
-    @property
-    def stacked(self) -> dict[str, tuple[int, list[int]]]:
+    def stacked(self, layer: int) -> dict[str, tuple[int, list[int]]]:
         """in_features, and the out_features of what is stacked, of each of MATRICES."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
-            "qkv": (self.hidden_size, [query, key, key]),
+            "qkv": (self.hidden_size * (2 if self.is_wide and layer == 0 else 1), [query, key, key]),
             "attention_output": (query, [self.hidden_size]),
             "gate_up": (self.hidden_size, [self.intermediate_size] * 2),
             "down": (self.intermediate_size, [self.hidden_size]),
@@ -68,7 +70,11 @@ KINDS = {
         has_biases=True,
     ),
     "all windows, norms": DecoderKind(windows=(True, True), has_query_key_norm=True),
-    "wide": DecoderKind(hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=1536),
+    "embeddings, int8": DecoderKind(is_wide=True, formats=_all("Q8_0")),
+    "embeddings, awkward, biases": DecoderKind(
+        **AWKWARD, formats=_all("F32"), has_biases=True, is_wide=True, norm_before_residual=True
+    ),
+    "large": DecoderKind(hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=1536),
 }
 WINDOW = 40
 
@@ -87,12 +93,14 @@ class RandomDecoder:
         self.matrices: list[dict[str, list[FormedWeight]]] = []
         self.biases: list[dict[str, Tensor]] = []
         self.layers: list[DecoderLayer] = []
-        for formats, has_window in zip(kind.formats, kind.windows, strict=True):
+        for index, (formats, has_window) in enumerate(zip(kind.formats, kind.windows, strict=True)):
+            layer = kind.stacked(index)
+            is_wide = kind.is_wide and index == 0
             matrices = {
                 name: [random_weight(format, n, in_features, int(random.integers(2**31))) for n in stacked]
-                for (name, (in_features, stacked)), format in zip(kind.stacked.items(), formats, strict=True)
+                for (name, (in_features, stacked)), format in zip(layer.items(), formats, strict=True)
             }
-            biases = {name: vector(sum(kind.stacked[name][1])) for name in MATRICES} if kind.has_biases else {}
+            biases = {name: vector(sum(layer[name][1])) for name in MATRICES} if kind.has_biases else {}
             norms = vector(kind.num_heads + kind.num_kv_heads, kind.head_dim) if kind.has_query_key_norm else None
             packed = {name: pack(matrices[name], biases[name].numpy() if biases else None) for name in MATRICES}
             self.layers.append(
@@ -101,14 +109,30 @@ class RandomDecoder:
                     query_key_norm=norms,
                     mlp_norm=vector(kind.hidden_size),
                     has_window=has_window,
+                    embedding_norm=vector(kind.hidden_size) if is_wide else None,
+                    norm_before_residual=is_wide and kind.norm_before_residual,
                     **packed,
                 )
             )
             self.matrices.append(matrices)
             self.biases.append(biases)
         self.residuals = [vector(n, kind.hidden_size) for n in lengths]
+        self.embeddings = [vector(n, kind.hidden_size) for n in lengths]
         angles = [vector(n, kind.head_dim // 2) for n in lengths]
         self.cos, self.sin = [a.cos() for a in angles], [a.sin() for a in angles]
+
+    def layers_of(self, ops: Operations) -> list[DecoderLayer]:
+        """The layers, packed by other kernels than the native ones; not Q8_CHANNEL, which no file holds."""
+        return [
+            dataclasses.replace(
+                layer,
+                **{
+                    name: ops.pack_linear([weight.stored for weight in matrices[name]], biases.get(name))
+                    for name in MATRICES
+                },
+            )
+            for layer, matrices, biases in zip(self.layers, self.matrices, self.biases, strict=True)
+        ]
 
     def pages(self, ops: Operations, page_size: int = 16) -> PagedCache:
         return PagedCache(ops, self.lengths, self.kind.num_kv_heads, self.kind.head_dim, page_size)
@@ -120,11 +144,13 @@ class RandomDecoder:
         cache[:, :, NULL_PAGE] = 0
         return cache
 
-    def inputs(self, ops: Operations, pages: PagedCache, runs: list[Run]) -> tuple[Tensor, DecoderPass]:
+    def inputs(
+        self, ops: Operations, pages: PagedCache, runs: list[Run], taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, DecoderPass]:
         """The rows of ``runs``, and what their layers share."""
-        residual, cos, sin = (
+        residual, embeddings, cos, sin = (
             torch.cat([rows[sequence][start:stop] for sequence, start, stop in runs])
-            for rows in (self.residuals, self.cos, self.sin)
+            for rows in (self.residuals, self.embeddings, self.cos, self.sin)
         )
         kind, batch = self.kind, pages.batch(runs)
         full, window = (
@@ -133,12 +159,18 @@ class RandomDecoder:
             else None
             for wanted, size in ((False, None), (True, WINDOW))
         )
-        return residual, DecoderPass(cos, sin, full, window)
+        tapped = torch.empty(len(residual), len(taps) * kind.hidden_size) if taps else None
+        embeddings = embeddings if kind.is_wide else None
+        return residual, DecoderPass(cos, sin, full, window, embeddings, taps, tapped)
 
-    def exact(self, sequence: int) -> Tensor:
-        """What all layers make of one sequence in float64, where no activation is quantised."""
-        kind, residual = self.kind, self.residuals[sequence].double()
-        cos, sin = self.cos[sequence].double()[:, None], self.sin[sequence].double()[:, None]
+    def exact(self, sequence: int, residual: Tensor | None = None, embeddings: Tensor | None = None) -> Tensor:
+        """What all layers make of one sequence in float64, where no activation is quantised.
+
+        ``residual``, ``embeddings``: other rows in place of its own, ``[length, hidden_size]``.
+        """
+        kind, residual = self.kind, (self.residuals[sequence] if residual is None else residual).double()
+        embeddings = (self.embeddings[sequence] if embeddings is None else embeddings).double()
+        cos, sin = (angles[sequence][: len(residual), None].double() for angles in (self.cos, self.sin))
         for layer, matrices, biases in zip(self.layers, self.matrices, self.biases, strict=True):
 
             def linear(name: str, x: Tensor, matrices: dict = matrices, biases: dict = biases) -> Tensor:
@@ -148,7 +180,11 @@ class RandomDecoder:
             def norm(x: Tensor, weight: Tensor) -> Tensor:
                 return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
 
-            qkv = linear("qkv", norm(residual, layer.input_norm)).view(len(residual), -1, kind.head_dim)
+            normed = norm(residual, layer.input_norm)
+            residual = normed if layer.norm_before_residual else residual
+            if layer.embedding_norm is not None:
+                normed = torch.cat([norm(embeddings, layer.embedding_norm), normed], dim=-1)
+            qkv = linear("qkv", normed).view(len(residual), -1, kind.head_dim)
             rotated, value = qkv[:, : -kind.num_kv_heads], qkv[:, -kind.num_kv_heads :]
             if layer.query_key_norm is not None:
                 rotated = norm(rotated, layer.query_key_norm)

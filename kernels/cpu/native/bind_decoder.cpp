@@ -1,6 +1,8 @@
 // The decoder as Python makes and runs it.
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "checks.h"
 #include "decoder.h"
 
@@ -29,6 +31,10 @@ std::shared_ptr<Decoder> make_decoder(const std::shared_ptr<Machine>& machine, i
         one.gate_up = linear_of("gate_up");
         one.down = linear_of("down");
         one.has_window = layer.attr("has_window").cast<bool>();
+        if (!layer.attr("embedding_norm").is_none()) {
+            one.embedding_norm = to_vector(layer.attr("embedding_norm").cast<Array<float>>());
+        }
+        one.norm_before_residual = layer.attr("norm_before_residual").cast<bool>();
         if (native.empty() && one.down != nullptr) shape.intermediate_size = one.down->panels().in_features;
         require_layer(one, shape);
         native.push_back(std::move(one));
@@ -38,7 +44,8 @@ std::shared_ptr<Decoder> make_decoder(const std::shared_ptr<Machine>& machine, i
 
 void run_decoder(Decoder& decoder, Array<float>& residual, const Array<float>& cos, const Array<float>& sin,
                  Array<uint8_t>& cache, const std::shared_ptr<PassPlan>& full, const std::shared_ptr<PassPlan>& window,
-                 int first, int last) {
+                 int first, int last, const std::optional<Array<float>>& embeddings, const std::vector<int>& taps,
+                 std::optional<Array<float>>& tapped) {
     const DecoderShape& shape = decoder.shape();
     require(0 <= first && first <= last && last <= decoder.num_layers(),
             "there are layers 0 to " + std::to_string(decoder.num_layers()) + ", not " + std::to_string(first) + " to " +
@@ -52,9 +59,30 @@ void run_decoder(Decoder& decoder, Array<float>& residual, const Array<float>& c
     for (const PassPlan* plan : {full.get(), window.get()}) {
         if (plan != nullptr) require_caches(cache, decoder.num_layers(), *plan);
     }
-    const DecoderPass pass = {static_cast<int>(num_rows), residual.mutable_data(), cos.data(), sin.data(),
-                              cache.mutable_data(), static_cast<size_t>(cache.size() / (cache.shape(0) * 2)), full,
-                              window};
+    for (int index = first; index < last; ++index) {
+        require(!decoder.layer(index).is_wide() || embeddings.has_value(),
+                "layer " + std::to_string(index) + " reads embeddings, and the pass has none");
+    }
+    if (embeddings) require_shape(*embeddings, {num_rows, shape.hidden_size}, "embeddings");
+    for (const int tap : taps) {
+        require(0 <= tap && tap <= decoder.num_layers(), "taps are layers 0 to " + std::to_string(decoder.num_layers()) +
+                                                             ", not " + std::to_string(tap));
+    }
+    require(taps.empty() || tapped.has_value(), "taps need room");
+    if (!taps.empty()) {
+        require_shape(*tapped, {num_rows, static_cast<py::ssize_t>(taps.size()) * shape.hidden_size}, "tapped");
+    }
+    const DecoderPass pass = {static_cast<int>(num_rows),
+                              residual.mutable_data(),
+                              cos.data(),
+                              sin.data(),
+                              cache.mutable_data(),
+                              static_cast<size_t>(cache.size() / (cache.shape(0) * 2)),
+                              full,
+                              window,
+                              embeddings ? embeddings->data() : nullptr,
+                              taps,
+                              taps.empty() ? nullptr : tapped->mutable_data()};
     const py::gil_scoped_release release;
     decoder.run(pass, first, last);
 }
@@ -67,7 +95,8 @@ void bind_decoder(py::module_& module) {
              py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("eps"), py::arg("scale"), py::arg("layers"))
         .def("run", &run_decoder, py::arg("residual").noconvert(), py::arg("cos").noconvert(),
              py::arg("sin").noconvert(), py::arg("cache").noconvert(), py::arg("full"), py::arg("window"),
-             py::arg("first"), py::arg("last"));
+             py::arg("first"), py::arg("last"), py::arg("embeddings").noconvert() = py::none(),
+             py::arg("taps") = std::vector<int>(), py::arg("tapped").noconvert() = py::none());
 }
 
 }  // namespace outrider

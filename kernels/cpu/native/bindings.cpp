@@ -2,6 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
+#include <optional>
+
 #include "activations.h"
 #include "checks.h"
 #include "decoder.h"
@@ -139,21 +142,43 @@ void top_k(Machine& machine, const Array<float>& logits, Array<float>& values, A
 
 // `ids`: [vocab_size], of which the first are filled; returns how many.
 int race_candidates(Machine& machine, const Array<float>& logits, float temperature, uint64_t draw,
-                    Array<int32_t>& ids) {
+                    Array<int32_t>& ids, const std::optional<Array<int64_t>>& token_map) {
     const py::ssize_t n = axis_size(logits, 0);
     require_shape(logits, {n}, "logits");
     require_shape(ids, {n}, "ids");
     require(n > 0, "logits must not be empty");
     require(temperature > 0, "temperature must be positive");
+    if (token_map) require_shape(*token_map, {n}, "token_map");
     return machine.kernels.race_candidates_row(logits.data(), static_cast<int>(n), temperature, draw,
-                                               ids.mutable_data());
+                                               token_map ? token_map->data() : nullptr, ids.mutable_data());
 }
 
-KvFormat kv_format(const std::string& name) {
-    if (name == "f32") return KvFormat::F32;
-    if (name == "f16") return KvFormat::F16;
-    if (name == "int8") return KvFormat::INT8;
-    throw std::invalid_argument("no KV cache format called " + name);
+// The softmax of each row at one index; temperatures: [num_rows], 0 counts as 1.
+void probabilities(Machine& machine, const Array<float>& logits, const Array<int64_t>& indices,
+                   const Array<float>& temperatures, Array<float>& to) {
+    const int num_rows = static_cast<int>(axis_size(logits, 0)), n = static_cast<int>(axis_size(logits, 1));
+    require_shape(logits, {num_rows, n}, "logits");
+    require_shape(indices, {num_rows}, "indices");
+    require_shape(temperatures, {num_rows}, "temperatures");
+    require_shape(to, {num_rows}, "to");
+    const float *rows = logits.data(), *heat = temperatures.data();
+    const int64_t* chosen = indices.data();
+    float* out = to.mutable_data();
+    for (int row = 0; row < num_rows; ++row) {
+        require(0 <= chosen[row] && chosen[row] < n, "there are " + std::to_string(n) + " logits, and no " +
+                                                         std::to_string(chosen[row]));
+    }
+    const Kernels* kernels = &machine.kernels;
+    const py::gil_scoped_release release;
+    machine.pool.run([=](Team& team) {
+        team.parallel_for(num_rows, [&](int row) {
+            const float* x = rows + static_cast<size_t>(row) * n;
+            const int32_t likeliest = kernels->argmax_row(x, n);
+            out[row] = likeliest < 0 ? NAN
+                                     : kernels->probability_row(x, n, static_cast<int32_t>(chosen[row]), x[likeliest],
+                                                                heat[row]);
+        });
+    });
 }
 
 std::shared_ptr<PassPlan> plan_pass(const Machine& machine, const Array<int32_t>& cu_seqlens_q,
@@ -168,17 +193,11 @@ std::shared_ptr<PassPlan> plan_pass(const Machine& machine, const Array<int32_t>
     require_rows(cu_seqlens_q, seq_lens, page_tables.shape(1) * page_size);
     const int num_rows = cu_seqlens_q.at(num_sequences);
     require_shape(slot_mapping, {num_rows}, "slot_mapping");
-    auto plan = std::make_shared<PassPlan>();
-    plan->layout = {page_size, num_kv_heads, head_dim, kv_format(format)};
-    plan->num_heads = num_heads;
-    plan->window = window;
-    plan->slots.assign(slot_mapping.data(), slot_mapping.data() + num_rows);
-    plan->page_tables.assign(page_tables.data(), page_tables.data() + page_tables.size());
-    plan->page_table_stride = page_tables.shape(1);
+    const RaggedRows rows = {static_cast<int>(num_sequences), cu_seqlens_q.data(),  seq_lens.data(),
+                             page_tables.data(),              page_tables.shape(1), slot_mapping.data()};
+    const KvLayout layout = {page_size, num_kv_heads, head_dim, kv_format(format)};
+    const auto plan = make_pass_plan(rows, layout, num_heads, window, machine.pool.num_threads());
     plan->num_pages = required_pages(page_tables, slot_mapping, page_size);
-    plan->attention = plan_attention(cu_seqlens_q.data(), seq_lens.data(), static_cast<int>(num_sequences),
-                                     plan->layout, num_heads, window, machine.pool.num_threads());
-    plan->partials.resize(plan->attention.num_partial_floats);
     return plan;
 }
 
@@ -227,6 +246,7 @@ void attention(Machine& machine, const Array<float>& query, const Array<uint8_t>
 
 void bind_ceilings(py::module_& module);
 void bind_decoder(py::module_& module);
+void bind_draft(py::module_& module);
 void bind_weights(py::module_& module);
 
 PYBIND11_MODULE(_native, module) {
@@ -253,7 +273,9 @@ PYBIND11_MODULE(_native, module) {
         .def("argmax", &argmax, py::arg("logits").noconvert(), py::arg("to").noconvert())
         .def("top_k", &top_k, py::arg("logits").noconvert(), py::arg("values").noconvert(), py::arg("ids").noconvert())
         .def("race_candidates", &race_candidates, py::arg("logits").noconvert(), py::arg("temperature"),
-             py::arg("draw"), py::arg("ids").noconvert())
+             py::arg("draw"), py::arg("ids").noconvert(), py::arg("token_map").noconvert() = py::none())
+        .def("probabilities", &probabilities, py::arg("logits").noconvert(), py::arg("indices").noconvert(),
+             py::arg("temperatures").noconvert(), py::arg("to").noconvert())
         .def("plan_pass", &plan_pass, py::arg("cu_seqlens_q"), py::arg("seq_lens"), py::arg("page_tables"),
              py::arg("slot_mapping"), py::arg("page_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
              py::arg("head_dim"), py::arg("window"), py::arg("kv_format"))
@@ -265,6 +287,7 @@ PYBIND11_MODULE(_native, module) {
     bind_weights(module);
     py::class_<PassPlan, std::shared_ptr<PassPlan>>(module, "PassPlan");
     bind_decoder(module);
+    bind_draft(module);
     bind_ceilings(module);
 }
 

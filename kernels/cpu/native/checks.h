@@ -40,6 +40,13 @@ py::ssize_t axis_size(const Array<Value>& array, py::ssize_t axis) {
     return axis < array.ndim() ? array.shape(axis) : 0;
 }
 
+inline KvFormat kv_format(const std::string& name) {
+    if (name == "f32") return KvFormat::F32;
+    if (name == "f16") return KvFormat::F16;
+    if (name == "int8") return KvFormat::INT8;
+    throw std::invalid_argument("no KV cache format called " + name);
+}
+
 inline void require_heads(int num_heads, int num_kv_heads, int head_dim) {
     require(num_heads > 0 && num_kv_heads > 0 && num_heads % num_kv_heads == 0,
             std::to_string(num_heads) + " query heads cannot share " + std::to_string(num_kv_heads) + " KV heads evenly");
@@ -109,10 +116,11 @@ inline void require_layer(const DecoderLayer& layer, const DecoderShape& shape) 
     const int hidden = shape.hidden_size, intermediate = shape.intermediate_size;
     const int num_rotated = shape.num_heads + shape.num_kv_heads;
     const size_t head_norms = layer.query_key_norm.size(), norm = static_cast<size_t>(hidden);
-    require(fits(*layer.qkv, hidden, (num_rotated + shape.num_kv_heads) * shape.head_dim) &&
+    require(fits(*layer.qkv, layer.is_wide() ? 2 * hidden : hidden, (num_rotated + shape.num_kv_heads) * shape.head_dim) &&
                 fits(*layer.attention_output, shape.num_heads * shape.head_dim, hidden) &&
                 fits(*layer.gate_up, hidden, 2 * intermediate) && fits(*layer.down, intermediate, hidden) &&
-                layer.input_norm.size() == norm && layer.mlp_norm.size() == norm &&
+                layer.input_norm.size() == norm && (!layer.is_wide() || layer.embedding_norm.size() == norm) &&
+                layer.mlp_norm.size() == norm &&
                 (head_norms == 0 || head_norms == static_cast<size_t>(num_rotated) * shape.head_dim),
             "the layers' shapes do not fit each other");
     const Panels& gate_up = layer.gate_up->panels();

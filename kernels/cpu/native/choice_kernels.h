@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "random_draw.h"
 #include "simd.h"
 
 namespace outrider {
@@ -51,22 +52,16 @@ inline void top_k_row(const float* x, int n, int k, float* values, int32_t* inde
     }
 }
 
-// The number that token `id` has in a draw, 53 bits (SplitMix64, Steele et al. 2014).
-OUTRIDER_HOT uint64_t draw_bits(uint64_t draw, uint64_t id) {
-    uint64_t bits = id * 0x9E3779B97F4A7C15u + draw;
-    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
-    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
-    return (bits ^ (bits >> 31)) >> 11;
-}
-
 // In a race, token i finishes at time E_i / w_i, where w_i = exp((x_i - largest) / temperature) and E_i = -log(u_i),
 // u_i = (draw_bits + 1) / 2^53. Writes, ascending, every token that can be first, a few too many, and returns how many:
 // since E >= 1 - u, only those with 1 - u_i < w_i * (time of the likeliest token) can. 0 where argmax_row says -1.
-inline int32_t race_candidates_row(const float* x, int n, float temperature, uint64_t draw, int32_t* candidates) {
+// `token_map` [n]: whose number token i has, null: its own.
+inline int32_t race_candidates_row(const float* x, int n, float temperature, uint64_t draw, const int64_t* token_map,
+                                   int32_t* candidates) {
     const int32_t likeliest = argmax_row(x, n);
     if (likeliest < 0) return 0;
-    constexpr double kUnit = 1.0 / 9007199254740992.0;
-    const double time = -std::log(static_cast<double>(draw_bits(draw, likeliest) + 1) * kUnit);
+    const auto id = [token_map](int i) { return static_cast<uint64_t>(token_map != nullptr ? token_map[i] : i); };
+    const double time = -std::log(static_cast<double>(draw_bits(draw, id(likeliest)) + 1) * kDrawUnit);
     const F32x16 largest = splat(x[likeliest]), heat = splat(temperature);
     // float32 keeps the order but for 1e-5 or so. The likeliest itself is always among them: E > 1 - u, or both are 0.
     const F32x16 limit = splat(static_cast<float>(time) * 1.001f + 1e-30f);
@@ -75,9 +70,11 @@ inline int32_t race_candidates_row(const float* x, int n, float temperature, uin
         const int width = n - i < kLanes ? n - i : kLanes;
         float limits[kLanes], rests[kLanes];
         store(limits, mul(exponential(div(sub(load_first(x + i, width), largest), heat)), limit));
+        uint64_t ids[kLanes] = {};
+        for (int lane = 0; lane < width; ++lane) ids[lane] = id(i + lane);
         for (int lane = 0; lane < kLanes; ++lane) {
-            const uint64_t rest = 9007199254740991u - draw_bits(draw, static_cast<uint64_t>(i + lane));
-            rests[lane] = static_cast<float>(static_cast<int64_t>(rest)) * static_cast<float>(kUnit);
+            const uint64_t rest = 9007199254740991u - draw_bits(draw, ids[lane]);
+            rests[lane] = static_cast<float>(static_cast<int64_t>(rest)) * static_cast<float>(kDrawUnit);
         }
         if (largest_lane(select_less(load(rests), load(limits), splat(1.0f), splat(0.0f))) == 0.0f) continue;
         for (int lane = 0; lane < width; ++lane) {
@@ -85,6 +82,24 @@ inline int32_t race_candidates_row(const float* x, int n, float temperature, uin
         }
     }
     return num_candidates;
+}
+
+// The softmax of x / temperature at `index`; `largest` of x, all of which is sound. Temperature 0 counts as 1.
+inline float probability_row(const float* x, int n, int32_t index, float largest, float temperature) {
+    const F32x16 base = splat(largest), heat = splat(temperature > 0.0f ? temperature : 1.0f);
+    const auto weigh = [&](F32x16 lanes) { return exponential(div(sub(lanes, base), heat)); };
+    F32x16 sums[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};  // one chain of additions would wait for itself
+    int i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+        for (int v = 0; v < 4; ++v) sums[v] = add(sums[v], weigh(load(x + i + v * kLanes)));
+    }
+    for (; i < n; i += kLanes) {
+        const F32x16 lanes = keep_first(load_first(x + i, n - i), n - i, splat(-INFINITY));
+        sums[0] = add(sums[0], weigh(lanes));
+    }
+    float weight[kLanes];
+    store(weight, weigh(splat(x[index])));
+    return weight[0] / sum_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
 }  // namespace OUTRIDER_ISA

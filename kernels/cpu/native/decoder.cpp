@@ -1,5 +1,7 @@
 #include "decoder.h"
 
+#include <algorithm>
+
 #include "activations.h"
 
 namespace outrider {
@@ -9,6 +11,16 @@ namespace {
 // Up to here one thread does the rows' small work between two matrices sooner than the others could be told of it.
 constexpr int kFewRows = 4;
 constexpr int kRowsPerChunk = 4;
+
+// Keeps a row's residual before `layer` for every tap there.
+void keep_taps(const DecoderPass& pass, int hidden_size, int row, int layer) {
+    const size_t num_taps = pass.taps.size();
+    for (size_t tap = 0; tap < num_taps; ++tap) {
+        if (pass.taps[tap] != layer) continue;
+        std::copy_n(pass.residual + static_cast<size_t>(row) * hidden_size, hidden_size,
+                    pass.tapped + (row * num_taps + tap) * hidden_size);
+    }
+}
 
 }  // namespace
 
@@ -29,6 +41,7 @@ class Decoder::Walk {
         normed_.prepare(num_rows, shape_.hidden_size, tile);
         attended_.prepare(num_rows, query_size(), tile);
         hidden_.prepare(num_rows, shape_.intermediate_size, tile);
+        if (pass.embeddings != nullptr) wide_.prepare(num_rows, 2 * shape_.hidden_size, tile);
         const size_t qkv_size = static_cast<size_t>(num_rows) * qkv_stride();
         if (qkv_.size() < qkv_size) qkv_.resize(qkv_size);
         const PassPlan& plan = pass.full ? *pass.full : *pass.window;
@@ -38,25 +51,28 @@ class Decoder::Walk {
     }
 
     void run(Team& team) {
-        const DecoderLayer& start = (*layers_)[first_];
-        each_row(team, [&](int row) { normalize(row, start.input_norm, *start.qkv); });
+        each_row(team, [&](int row) { enter(row, first_); });
         for (int index = first_; index < last_; ++index) {
             const DecoderLayer& layer = (*layers_)[index];
-            multiply(team, *layer.qkv, normed_, false, qkv_.data(), qkv_stride(),
+            multiply(team, *layer.qkv, layer.is_wide() ? wide_ : normed_, false, qkv_.data(), qkv_stride(),
                      [&](int row) { place(row, index, layer); });
             attend(team, index, layer);
             multiply(team, *layer.attention_output, attended_, true, pass_.residual, shape_.hidden_size,
                      [&](int row) { normalize(row, layer.mlp_norm, *layer.gate_up); });
             gate(team, layer);
-            const DecoderLayer* next = index + 1 < last_ ? &(*layers_)[index + 1] : nullptr;
             multiply(team, *layer.down, hidden_, true, pass_.residual, shape_.hidden_size, [&](int row) {
-                if (next != nullptr) normalize(row, next->input_norm, *next->qkv);
+                if (index + 1 < last_) {
+                    enter(row, index + 1);
+                } else if (last_ == num_layers()) {
+                    keep_taps(pass_, shape_.hidden_size, row, last_);
+                }
             });
         }
     }
 
   private:
     const Kernels& kernels() const { return machine_.kernels; }
+    int num_layers() const { return static_cast<int>(layers_->size()); }
     int query_size() const { return shape_.num_heads * shape_.head_dim; }
     int kv_size() const { return shape_.num_kv_heads * shape_.head_dim; }
     int qkv_stride() const { return query_size() + 2 * kv_size(); }
@@ -129,6 +145,21 @@ class Decoder::Walk {
         phase(team, work.num_chunks(), body, [&](int row) { hand_over(attended_, row, *layer.attention_output); });
     }
 
+    // What a layer reads of a row.
+    void enter(int row, int index) {
+        const DecoderLayer& layer = (*layers_)[index];
+        const int size = shape_.hidden_size;
+        keep_taps(pass_, size, row, index);
+        if (!layer.is_wide()) return normalize(row, layer.input_norm, *layer.qkv);
+        const size_t at = static_cast<size_t>(row) * size;
+        const float eps = shape_.rms_norm_eps;
+        float* wide = wide_.floats(row);
+        kernels().rms_norm_row(pass_.embeddings + at, layer.embedding_norm.data(), size, eps, wide);
+        kernels().rms_norm_row(pass_.residual + at, layer.input_norm.data(), size, eps, wide + size);
+        if (layer.norm_before_residual) std::copy_n(wide + size, size, pass_.residual + at);
+        hand_over(wide_, row, *layer.qkv);
+    }
+
     void normalize(int row, const std::vector<float>& weight, const PackedLinear& next) {
         const float* residual = pass_.residual + static_cast<size_t>(row) * shape_.hidden_size;
         kernels().rms_norm_row(residual, weight.data(), shape_.hidden_size, shape_.rms_norm_eps, normed_.floats(row));
@@ -164,7 +195,7 @@ class Decoder::Walk {
     const DecoderShape shape_;
     DecoderPass pass_{};
     int first_ = 0, last_ = 0;
-    Activations normed_, attended_, hidden_;
+    Activations normed_, wide_, attended_, hidden_;
     std::vector<float> qkv_;  // [num_rows][queries, keys, values]
     HugeBuffer scratch_;      // of attention, [num_threads][scratch_stride]
     size_t scratch_stride_ = 0;
@@ -176,6 +207,9 @@ Decoder::Decoder(std::shared_ptr<Machine> machine, DecoderShape shape, std::vect
       layers_(std::make_shared<const std::vector<DecoderLayer>>(std::move(layers))) {}
 
 void Decoder::run(const DecoderPass& pass, int first, int last) {
+    if (first >= last && last == num_layers()) {
+        for (int row = 0; row < pass.num_rows; ++row) keep_taps(pass, shape_.hidden_size, row, last);
+    }
     if (first >= last || pass.num_rows == 0) return;
     if (walk_ && walk_.use_count() == 1) {
         walk_->prepare(pass, first, last);

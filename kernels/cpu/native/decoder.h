@@ -29,6 +29,10 @@ struct DecoderLayer {
     std::shared_ptr<const PackedLinear> gate_up;
     std::shared_ptr<const PackedLinear> down;
     bool has_window;
+    std::vector<float> embedding_norm;  // [hidden_size] of a wide layer, whose qkv reads embeddings beside the residual
+    bool norm_before_residual;          // of a wide layer: the residual goes on as input_norm leaves it
+
+    bool is_wide() const { return !embedding_norm.empty(); }
 };
 
 // What one pass computes: rows, where they stand, and the pages they write and read.
@@ -41,13 +45,16 @@ struct DecoderPass {
     size_t cache_bytes;  // of the keys, or the values, of one layer
     std::shared_ptr<PassPlan> full;    // for layers that see everything
     std::shared_ptr<PassPlan> window;  // for those with a sliding window
+    const float* embeddings;  // [num_rows][hidden_size], for wide layers
+    std::vector<int> taps;    // layers before which the residual is kept; num_layers: after the last
+    float* tapped;            // [num_rows][taps][hidden_size]
 };
 
 class Decoder {
   public:
     Decoder(std::shared_ptr<Machine> machine, DecoderShape shape, std::vector<DecoderLayer> layers);
 
-    // Layers first..last-1.
+    // Layers first..last-1. One caller at a time.
     void run(const DecoderPass& pass, int first, int last);
 
     int num_layers() const { return static_cast<int>(layers_->size()); }

@@ -22,7 +22,7 @@ void attend(const AttentionPass& pass, const AttentionLayer& layer, const Attent
 extern const Kernels kKernels;
 const Kernels kKernels = {kIsaName,     kRowTile,   linear_panels, swiglu_units, rms_norm_row, add_row,
                           rotate_head,  silu_mul_row, quantize_row, argmax_row,  top_k_row,     race_candidates_row,
-                          write_kv,     attend,
+                          probability_row, write_kv,     attend,
                           {read_loop, multiply_int8_loop, multiply_f32_loop}};
 
 }  // namespace OUTRIDER_ISA

@@ -30,7 +30,9 @@ struct Kernels {
     // choice_kernels.h
     int32_t (*argmax_row)(const float* x, int n);
     void (*top_k_row)(const float* x, int n, int k, float* values, int32_t* indexes);
-    int32_t (*race_candidates_row)(const float* x, int n, float temperature, uint64_t draw, int32_t* candidates);
+    int32_t (*race_candidates_row)(const float* x, int n, float temperature, uint64_t draw, const int64_t* token_map,
+                                   int32_t* candidates);
+    float (*probability_row)(const float* x, int n, int32_t index, float largest, float temperature);
     // kv_write.h, attention.h
     void (*write_kv)(const KvLayout& layout, int64_t slot, const float* key, const float* value, uint8_t* keys,
                      uint8_t* values);

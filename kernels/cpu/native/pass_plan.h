@@ -2,11 +2,24 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "attention_planner.h"
 
 namespace outrider {
+
+// Which rows a pass computes; see RaggedBatch in kernels/operations.py.
+struct RaggedRows {
+    int num_sequences;
+    const int32_t* cu_seqlens_q;  // [num_sequences + 1]
+    const int32_t* seq_lens;      // [num_sequences]
+    const int32_t* page_tables;   // [num_sequences][page_table_stride]
+    int64_t page_table_stride;
+    const int64_t* slots;  // [num_rows], page * page_size + offset
+
+    int num_rows() const { return cu_seqlens_q[num_sequences]; }
+};
 
 struct PassPlan {
     KvLayout layout;
@@ -26,5 +39,22 @@ struct PassPlan {
     int num_chunks() const { return static_cast<int>(attention.chunks.size()) - 1; }
     size_t scratch_floats() const { return attention_scratch_floats(num_heads, layout); }
 };
+
+// `num_pages` is left to whoever knows that the tables and slots are sound.
+inline std::shared_ptr<PassPlan> make_pass_plan(const RaggedRows& rows, const KvLayout& layout, int num_heads,
+                                                int window, int num_threads) {
+    auto plan = std::make_shared<PassPlan>();
+    plan->layout = layout;
+    plan->num_heads = num_heads;
+    plan->window = window;
+    plan->slots.assign(rows.slots, rows.slots + rows.num_rows());
+    plan->page_tables.assign(rows.page_tables, rows.page_tables + rows.num_sequences * rows.page_table_stride);
+    plan->page_table_stride = rows.page_table_stride;
+    plan->num_pages = 0;
+    plan->attention = plan_attention(rows.cu_seqlens_q, rows.seq_lens, rows.num_sequences, layout, num_heads, window,
+                                     num_threads);
+    plan->partials.resize(plan->attention.num_partial_floats);
+    return plan;
+}
 
 }  // namespace outrider

@@ -73,6 +73,8 @@ def layer(**changes: Any) -> SimpleNamespace:
         "gate_up": linear(16, 10, 10),
         "down": linear(10, 16),
         "has_window": False,
+        "embedding_norm": None,
+        "norm_before_residual": False,
     }
     return SimpleNamespace(**{**parts, **changes})
 
@@ -97,6 +99,46 @@ def decode(*layers: Any, **changes: Any) -> None:
     decoder(*layers).run(**arguments)
 
 
+def wide_layer() -> SimpleNamespace:
+    return layer(qkv=linear(32, 16, 8, 8), embedding_norm=floats(16))
+
+
+def draft(**changes: Any) -> _native.DraftChain:
+    """A table of 5 tokens, a head over 3 of them."""
+    parts = {
+        "decoder": decoder(wide_layer()),
+        "window": 0,
+        "embedding": linear(16, 5),
+        "norm": floats(16),
+        "head": linear(16, 3),
+        "token_map": np.array([4, 0, 2]),
+        "conditioned": True,
+    }
+    return _native.DraftChain(MACHINE, **{**parts, **changes})
+
+
+def chain(**changes: Any) -> None:
+    """Of 2 tokens, from position 6 on."""
+    arguments = {
+        "hidden": floats(1, 16),
+        "positions": np.array([6]),
+        "page_tables": np.array([[0, 1]], np.int32),
+        "cos": floats(1, 2, 4),
+        "sin": floats(1, 2, 4),
+        "cache": np.zeros((1, 2, 2, 4, 1, 32), np.uint8),
+        "kv_format": "f32",
+        "limits": np.array([2]),
+        "min_survival": np.zeros(1),
+        "temperatures": np.zeros(1),
+        "draws": np.zeros((1, 2), np.uint64),
+        "token_ids": np.zeros((1, 2), np.int64),
+        "confidences": floats(1, 2),
+        "counts": np.zeros(1, np.int64),
+        **changes,
+    }
+    draft().run(**arguments)
+
+
 def read_only(array: np.ndarray) -> np.ndarray:
     array.flags.writeable = False
     return array
@@ -107,6 +149,9 @@ def test_what_fits_is_taken() -> None:
     attend()
     write_kv()
     decode(layer(), layer(query_key_norm=floats(3, 8), has_window=True), window=plan(window=2))
+    decode(wide_layer(), layer(), embeddings=floats(1, 16), taps=[2, 0], tapped=floats(1, 32))
+    chain()
+    chain(limits=np.array([1]), page_tables=np.array([[0, 0]], np.int32))  # a single token writes nothing
 
 
 VALUE_ERRORS: dict[str, tuple[Callable[[], object], str]] = {
@@ -135,6 +180,14 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "more than there are": (lambda: MACHINE.top_k(floats(2, 3), floats(2, 4), np.zeros((2, 4), np.int32)), "k must be"),
     "cold race": (lambda: MACHINE.race_candidates(floats(3), 0.0, 1, np.zeros(3, np.int32)), "temperature must be"),
     "race of none": (lambda: MACHINE.race_candidates(floats(0), 1.0, 1, np.zeros(0, np.int32)), "not be empty"),
+    "race of others": (
+        lambda: MACHINE.race_candidates(floats(3), 1.0, 1, np.zeros(3, np.int32), np.zeros(4, np.int64)),
+        r"token_map must be \[3\]",
+    ),
+    "probability of none": (
+        lambda: MACHINE.probabilities(floats(1, 3), np.array([3]), floats(1), floats(1)),
+        "there are 3 logits, and no 3",
+    ),
     "page of nothing": (lambda: plan(page_size=0), "page_size must be positive"),
     "negative window": (lambda: plan(window=-1), "window must be 0"),
     "uneven heads": (lambda: plan(num_heads=3, num_kv_heads=2), "3 query heads cannot share 2 KV heads"),
@@ -181,6 +234,30 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "layers before": (lambda: decode(layer(), first=-1), "layers 0 to 1, not -1 to 1"),
     "cache of more layers": (lambda: decode(layer(), cache=np.zeros((2, 2, 2, 4, 1, 32), np.uint8)), "cache must be"),
     "page beyond all caches": (lambda: decode(layer(), full=plan(page_tables=[[1, 2]])), "needs page 2"),
+    "narrow wide layer": (lambda: decoder(layer(embedding_norm=floats(16))), "do not fit each other"),
+    "other embedding norm": (
+        lambda: decoder(layer(qkv=linear(32, 16, 8, 8), embedding_norm=floats(32))),
+        "do not fit each other",
+    ),
+    "no embeddings": (lambda: decode(layer(), wide_layer()), "layer 1 reads embeddings, and the pass has none"),
+    "other embeddings": (lambda: decode(wide_layer(), embeddings=floats(2, 16)), "embeddings must be"),
+    "tap beyond": (lambda: decode(layer(), taps=[2], tapped=floats(1, 16)), "taps are layers 0 to 1, not 2"),
+    "taps without room": (lambda: decode(layer(), taps=[1]), "taps need room"),
+    "taps of little room": (lambda: decode(layer(), taps=[0, 1], tapped=floats(1, 16)), r"tapped must be \[1, 32\]"),
+    "head of another size": (lambda: draft(head=linear(8, 3)), "must have one hidden_size"),
+    "map of another size": (lambda: draft(token_map=np.array([1])), r"token_map must be \[3\]"),
+    "map beyond": (lambda: draft(token_map=np.array([4, 5, 0])), "output 1 stands for token 5, and the table has 5"),
+    "head beyond": (lambda: draft(head=linear(16, 6), token_map=None), "output 5 stands for token 5"),
+    "unconditioned wide layer": (lambda: draft(conditioned=False), "must be conditioned"),
+    "window of no width": (lambda: draft(decoder=decoder(layer(has_window=True))), "does not say how wide"),
+    "long chain": (lambda: chain(limits=np.array([3])), "may have 3 tokens, and there is room for 2"),
+    "chain of few pages": (lambda: chain(positions=np.array([8])), "needs 9 positions, and its page table has 8"),
+    "chain into nowhere": (lambda: chain(page_tables=np.array([[1, 0]], np.int32)), "null page"),
+    "chain beyond the cache": (lambda: chain(page_tables=np.array([[0, 2]], np.int32)), "page 2, and the cache has 2"),
+    "chain before the start": (lambda: chain(positions=np.array([-1])), "must not be negative"),
+    "chain of other rows": (lambda: chain(hidden=floats(2, 16)), "hidden must be"),
+    "chain in another cache": (lambda: chain(kv_format="f16"), "cache must be"),
+    "chain in a flat cache": (lambda: chain(cache=np.zeros(8, np.uint8)), "cache must have six axes"),
 }
 
 

@@ -61,7 +61,7 @@ def test_the_fused_decoder_is_its_small_operations(kind: str, kv_format: str) ->
     composed, composed_cache = run_steps(model, operations(kv_format), fused=False)
     ways = [(INSTRUCTION_SETS[0], 1), *((isa, 2) for isa in INSTRUCTION_SETS), (INSTRUCTION_SETS[0], 3)]
     for isa, num_threads in ways:
-        if isa == "scalar" and kind == "wide":
+        if isa == "scalar" and kind == "large":
             continue  # takes seconds
         results, cache = run_steps(model, operations(kv_format, isa, num_threads))
         assert all(map(same_bits, results, composed)), (isa, num_threads)
@@ -69,8 +69,11 @@ def test_the_fused_decoder_is_its_small_operations(kind: str, kv_format: str) ->
     assert all(result.isfinite().all() for result in composed)
 
 
-@pytest.mark.parametrize("kind", [name for name in KINDS if name.startswith("F32")])
-@pytest.mark.parametrize("changes", [{}, {"windows": (False, True)}, {"has_biases": True, "has_query_key_norm": True}])
+@pytest.mark.parametrize("kind", ["F32, awkward", "embeddings, awkward, biases"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"norm_before_residual": False}, {"windows": (False, True)}, {"has_biases": True, "has_query_key_norm": True}],
+)
 def test_the_decoder_is_float64s(kind: str, changes: dict[str, object]) -> None:
     model = RandomDecoder(dataclasses.replace(KINDS[kind], **changes), LENGTHS)
     for isa in INSTRUCTION_SETS:
@@ -144,3 +147,32 @@ def test_a_decoder_runs_passes_of_growing_and_falling_size() -> None:
     ends = np.cumsum([1, 100, 2, 200, 5, 92])
     steps: list[list[Run]] = [[(0, int(a), int(b))] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
     assert same_bits(torch.cat(run_steps(model, ops, steps)[0]), expected)
+
+
+@pytest.mark.parametrize("kind", ["mixed, windows, biases", "embeddings, int8", "embeddings, awkward, biases"])
+def test_taps_are_the_residual_stream_between_layers(kind: str) -> None:
+    model, ops = RandomDecoder(KINDS[kind], LENGTHS), operations("f16")
+    num_layers = len(model.layers)
+    taps = (num_layers, 0, 1, num_layers - 1)
+    decoder, pages = ops.pack_decoder(model.layers, model.kind.shape), model.pages(ops)
+    tapped_cache, cut_cache = model.fresh_cache(pages), model.fresh_cache(pages)
+    for runs in STEPS:
+        residual, decoder_pass = model.inputs(ops, pages, runs, taps)
+        whole = ops.decode(residual.clone(), decoder, tapped_cache, decoder_pass)
+        between = [residual.clone()]
+        untapped = dataclasses.replace(decoder_pass, taps=(), tapped=None)
+        for layer in range(num_layers):
+            between.append(ops.decode(between[-1].clone(), decoder, cut_cache, untapped, layer, layer + 1))
+        assert decoder_pass.tapped is not None
+        assert same_bits(whole, between[-1])
+        assert same_bits(decoder_pass.tapped, torch.cat([between[tap] for tap in taps], dim=1))
+
+        residual, in_parts = model.inputs(ops, pages, runs, taps)  # taps of layers that run in several calls
+        for layer in range(num_layers):
+            residual = ops.decode(residual, decoder, cut_cache, in_parts, layer, layer + 1)
+        assert in_parts.tapped is not None
+        assert same_bits(in_parts.tapped, decoder_pass.tapped)
+        residual, composed = model.inputs(ops, pages, runs, taps)
+        ComposedDecoder(model.layers, model.kind.shape).run(ops, residual, cut_cache, composed)
+        assert composed.tapped is not None
+        assert same_bits(composed.tapped, decoder_pass.tapped)
