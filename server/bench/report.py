@@ -57,18 +57,23 @@ def table(results: Sequence[Result]) -> str:
     for result in results:
         summary = result.summary
         rows.append((str(result.concurrency), result.contender, *(cell(summary) for _, cell in COLUMNS)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    return aligned(rows, left=(1,))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Lines with the cells of ``rows`` below each other, flush left in the columns ``left``."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(w) if i == 1 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     )
 
 
 def ratios(first: Result, second: Result) -> str:
     """How the first compares with the second, with the spread over rounds."""
-    lines = [f"{first.contender} / {second.contender}, {_streams(first.concurrency)}, {len(first.rounds)} rounds:"]
+    lines = [f"{first.contender} / {second.contender}, {num_streams(first.concurrency)}, {len(first.rounds)} rounds:"]
     for name, found in compared(first, second).items():
         if found is None:
             lines.append(f"  {name:<26} -")
@@ -136,7 +141,7 @@ def _measurements(result: Result) -> list[Measurement]:
     return [measurement for passes in result.rounds for one in passes for measurement in one.measurements]
 
 
-def _streams(number: int) -> str:
+def num_streams(number: int) -> str:
     return "1 stream" if number == 1 else f"{number} streams"
 
 

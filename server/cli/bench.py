@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from outrider.server.bench import report
+from outrider.server.bench import drafts_report, report
 from outrider.server.bench.baseline import BaselineUnavailable, Transformers
 from outrider.server.bench.contenders import Contender, Server
 from outrider.server.bench.plot import PlotUnavailable, load_matplotlib, save_plot
@@ -26,10 +26,11 @@ DESCRIPTION = """\
 Sends the prompts of a file to a server that runs, and reports what a client sees: time to first token, time per
 token, pauses, tokens/s, acceptance length, failures.
 
-`outrider bench kernels` and `outrider bench quality` measure what lies below, without a server: see their --help.
+`outrider bench drafts` measures what speculation gains, `outrider bench kernels` and `outrider bench quality` what lies
+below: see their --help.
 
 PROMPTS is a file of JSON lines, each with "prompt" (a user message), "messages" (a dialogue) or "turns" (as in
-Spec-Bench; the first turn is used).
+Spec-Bench; the first turn is used). Where lines have a "category", there is a table by category too.
 
 A URL is ws://HOST/v1/responses (this server) or http://HOST/v1/chat/completions (any server that streams OpenAI's
 chat completions).
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     how = parser.add_argument_group("workload")
     how.add_argument("--limit", metavar="N", type=positive, help="use the first N prompts")
+    how.add_argument("--per-category", metavar="N", type=positive, help="of each category the first N prompts")
     how.add_argument(
         "--concurrency",
         metavar="N[,N...]",
@@ -94,12 +96,12 @@ def run(args: argparse.Namespace) -> int:
             load_matplotlib()  # better missed now than after the measuring
         if args.baseline and args.temperature:
             raise BaselineUnavailable("the baseline is greedy; measure it with --temperature 0")
-        prompts = load_prompts(args.prompts, args.limit)
+        prompts = load_prompts(args.prompts, args.limit, args.per_category)
         results, machine = asyncio.run(measure(args, prompts))
     except (InvalidWorkload, BaselineUnavailable, PlotUnavailable, SourceNotFound, UnsupportedCheckpoint) as error:
         print(f"outrider bench: {error}", file=sys.stderr)
         return 1
-    show(args, workload(args, prompts), machine, results)
+    show(args, prompts, workload(args, prompts), machine, results)
     failures = report.failures(results)
     for sentence in failures[:MAX_FAILURES_SHOWN]:
         print(f"outrider bench: {sentence}", file=sys.stderr)
@@ -142,6 +144,7 @@ def server(args: argparse.Namespace, name: str, url: str, model: str | None) -> 
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         max_draft_tokens=(0 if args.no_speculation else args.draft_tokens) if is_ours else None,
+        takes_seeds=is_ours,
         model=model,
         timeout_s=args.timeout,
     )
@@ -162,7 +165,11 @@ def workload(args: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[str, A
 
 
 def show(
-    args: argparse.Namespace, workload: dict[str, Any], machine: dict[str, Any], results: Sequence[Result]
+    args: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    workload: dict[str, Any],
+    machine: dict[str, Any],
+    results: Sequence[Result],
 ) -> None:
     """Print the tables, write the files."""
     drafts = {None: "the server's choice", 0: "off"}.get(workload["max_draft_tokens"], workload["max_draft_tokens"])
@@ -181,6 +188,8 @@ def show(
     print("\n" + report.table(results) + "\n")
     for first, second in report.pairs(results):
         print(report.ratios(first, second) + "\n")
+    if any(prompt.category for prompt in prompts):
+        print(drafts_report.tables(results, prompts) + "\n\n" + drafts_report.LEGEND)
     print(report.LEGEND)
     if args.json:
         args.json.write_text(json.dumps(report.as_json(workload, machine, results), indent=1) + "\n")

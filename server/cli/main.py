@@ -14,6 +14,7 @@ COMMANDS = {
     "serve": "serve a model over WebSocket",
     "chat": "talk to a server in the terminal",
     "bench": "measure a server, or two side by side",
+    "bench drafts": "measure what speculation gains, by category",
     "bench kernels": "measure the kernels beside what memory and processor can do",
     "bench quality": "measure what quantisation costs beside float32",
     "models": "list and fetch models",

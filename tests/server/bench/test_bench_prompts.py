@@ -28,12 +28,21 @@ def test_the_three_forms_are_read_and_empty_lines_skipped(tmp_path: Path) -> Non
     assert [prompt.line for prompt in load_prompts(path, limit=2)] == [1, 3]
 
 
+def test_of_each_category_no_more_are_taken_than_asked_for(tmp_path: Path) -> None:
+    lines = [{"prompt": "p", "category": category} for category in ("a", "a", "b", "a", "b")]
+    path = workload(tmp_path, *lines, {"prompt": "p"})
+    found = load_prompts(path, per_category=1)
+    assert [(prompt.line, prompt.category) for prompt in found] == [(1, "a"), (3, "b"), (6, "")]
+    assert [prompt.line for prompt in load_prompts(path, limit=3, per_category=2)] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
         ("{", "not JSON"),
         ([], "must be a JSON object"),
         ({"text": "x"}, "none of the fields"),
+        ({"prompt": "p", "category": 3}, "'category' must be text, not 3"),
         ({"prompt": 3}, "prompt must be text that is not empty, not 3"),
         ({"prompt": ""}, "prompt must be text that is not empty"),
         ({"turns": []}, "'turns' must be a list with at least one"),

@@ -306,6 +306,19 @@ def test_the_command_compares_two_servers_and_writes_json(tmp_path: Path, capsys
     assert not any("max_draft_tokens" in request for request in requests), "another server may refuse our fields"
 
 
+def test_prompts_with_a_category_make_a_table_by_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "Hello", "category": c}) + "\n" for c in ("code", "code", "prose")))
+    with responses_server() as (_, ws_url), chat_server() as (_, http_url):
+        assert main(["bench", str(path), "--url", ws_url, "--rounds", "1", "--per-category", "1"]) == 0
+        alone = capsys.readouterr().out
+        assert main(["bench", str(path), "--url", ws_url, "--compare", http_url, "--rounds", "1"]) == 0
+    rows = [line.split()[:2] for line in alone.split("\n")]
+    assert ["code", "1"] in rows
+    assert ["all", "2"] in rows
+    assert "compared tok/s  outrider tok/s" in capsys.readouterr().out
+
+
 def test_the_command_fails_if_any_request_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with responses_server() as (_, url):
         assert bench(tmp_path, "--url", url, "--rounds", "1", choices=("Hello", "refuse")) == 1
