@@ -117,7 +117,8 @@ class PagedDrafter(Drafter, Protocol):
 
     After every pass the engine calls ``observe``, for each sequence of the pass, before ``release`` of those that
     ended; and before it plans the next, ``settle``, which computes the draft's rows of all that was verified. Only
-    then may a page change hands, so no page is ever found without the draft's part.
+    then may a page change hands, so no page is ever found without the draft's part. ``observe`` comes before ``begin``
+    or without it, as prompts are computed before there is anything to draft for; ``release`` ends both.
     """
 
     @property

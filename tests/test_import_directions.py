@@ -14,7 +14,15 @@ ROOT = Path(__file__).parents[1]
 
 MAY_IMPORT = {
     "server": ("server", "draft", "verify", "kvcache", "kernels"),
-    "draft": ("draft", "verify.transformer", "verify.checkpoint", "kvcache", "kernels"),
+    "draft": (
+        "draft",
+        "verify.transformer",
+        "verify.checkpoint",
+        "verify.random_numbers",
+        "verify.rope",
+        "kvcache",
+        "kernels",
+    ),
     "verify": ("verify", "kvcache", "kernels"),
     "kvcache": ("kvcache", "kernels"),
     "kernels": ("kernels",),

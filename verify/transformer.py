@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.kernels.draft_model import DraftModel
 from outrider.kernels.operations import (
     AttentionPlan,
     DecoderLayer,
     DecoderPass,
     DecoderShape,
     Operations,
+    PackedEmbedding,
     PackedLinear,
     RaggedBatch,
 )
@@ -52,18 +54,58 @@ class Transformer:
         dtype, width = self._operations.kv_layout(config.head_dim)
         return LayerGroup(self._layer_group, config.num_layers, config.num_kv_heads, width, dtype)
 
+    @property
+    def embedding(self) -> PackedEmbedding:
+        """The table of its tokens, which a draft conditioned on it may share."""
+        return self._embedding
+
+    @property
+    def as_draft(self) -> DraftModel:
+        """The same model as ``Operations.pack_draft`` takes it."""
+        config = self.config
+        return DraftModel(self._decoder, _shape(config), config.sliding_window, self._embedding, self._norm, self._head)
+
     def forward(self, token_ids: Tensor, batch: RaggedBatch, storage: KVStorage) -> Tensor:
         """Compute the rows of ``batch`` and write their keys and values.
 
         ``token_ids``: int64 ``[num_tokens]``. Returns the last hidden states ``[num_tokens, hidden_size]``,
         normalised, ready for ``logits``.
         """
+        return self.normalized(self.residual(token_ids, batch, storage))
+
+    def forward_tapped(
+        self, token_ids: Tensor, batch: RaggedBatch, storage: KVStorage, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """``forward``, and beside it the residual stream at ``taps``: ``[num_tokens, len(taps) * hidden_size]``.
+
+        A tap is the layer before which it is taken; ``num_layers`` is what the last one left.
+        """
+        tapped = torch.empty(len(token_ids), len(taps) * self.config.hidden_size)
+        return self.normalized(self.residual(token_ids, batch, storage, taps, tapped)), tapped
+
+    def residual(
+        self,
+        token_ids: Tensor,
+        batch: RaggedBatch,
+        storage: KVStorage,
+        taps: tuple[int, ...] = (),
+        tapped: Tensor | None = None,
+    ) -> Tensor:
+        """As ``forward``, but what the layers left ``[num_tokens, hidden_size]``, not normalised."""
         ops = self._operations
-        cos, sin = self._rotary.at(torch.from_numpy(batch.positions))
-        decoder_pass = DecoderPass(cos, sin, *self._plans(batch, storage.page_size))
+        cos, sin = self.rotary(torch.from_numpy(batch.positions))
+        plans = self._plans(batch, storage.page_size)
+        decoder_pass = DecoderPass(cos, sin, *plans, taps=taps, tapped=tapped)
         residual = ops.embedding(token_ids, self._embedding)
-        residual = ops.decode(residual, self._decoder, storage.layers(self._layer_group), decoder_pass)
-        return ops.rms_norm(residual, self._norm, self.config.rms_norm_eps)
+        return ops.decode(residual, self._decoder, storage.layers(self._layer_group), decoder_pass)
+
+    def normalized(self, residual: Tensor) -> Tensor:
+        """What ``logits`` takes, of the residual stream behind the layers ``[num_rows, hidden_size]``."""
+        return self._operations.rms_norm(residual, self._norm, self.config.rms_norm_eps)
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at int64 ``positions`` ``[n]``: each ``[n, head_dim // 2]``."""
+        return self._rotary.at(positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: ``[num_rows, hidden_size]`` from ``forward`` to ``[num_rows, vocab_size]``."""

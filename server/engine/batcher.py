@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from outrider.draft.base import NO_DRAFT, Draft
+from outrider.draft.controller import DraftController, DraftState
 from outrider.kvcache.pool import OutOfPages
-from outrider.server.engine.cost_table import CostTable
+from outrider.server.engine.drafting import GuardedDrafter
 from outrider.server.engine.sequence import Sequence
-
-# How many times longer drafts may make a pass. A step that verified a draft gave 2.6 tokens (the suffix drafter's, on
-# Spec-Bench), so a pass that costs more than this seldom pays.
-MAX_DRAFT_COST = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +49,27 @@ class ScheduledRows:
         return self.is_last_chunk and self.sequence.request.generate
 
 
-Propose = Callable[[SequenceOf[Sequence], SequenceOf[int]], list[Draft]]
-
-
 class Batcher:
     """Continuous batching: sequences join and leave at every step, prefill chunks and verify rows share it.
 
     ``running`` is in order of arrival. Decoding sequences come first, then prefill in order of arrival within
     the rows left over. Who arrived first never waits for a page: the latest arrivals are preempted (their
     pages given back, their tokens kept and computed again later), so the oldest always finishes.
+
+    ``controller`` decides how far to draft; without one every sequence drafts as far as it may.
     """
 
-    def __init__(self, config: BatcherConfig, propose: Propose, cost_table: CostTable | None = None) -> None:
+    def __init__(
+        self, config: BatcherConfig, drafter: GuardedDrafter, controller: DraftController | None = None
+    ) -> None:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up
         self.prefix_hits = 0  # of these, found
         self._config = config
-        self._propose = propose
-        self._cost_table = cost_table
+        self._drafter = drafter
+        self._controller = controller
 
     @property
     def has_work(self) -> bool:
@@ -87,6 +85,8 @@ class Batcher:
         else:
             self.waiting.remove(sequence)
         sequence.pages.release()
+        if self._controller is not None:
+            self._controller.release(sequence.sequence_id)
 
     def plan(self) -> list[ScheduledRows]:
         """The next step, its pages reserved. Empty only if nothing is running or waiting."""
@@ -105,28 +105,58 @@ class Batcher:
 
     def _drafts(self, decoding: SequenceOf[Sequence], budget: int) -> list[Draft]:
         """Drafts within ``budget`` that leave every decoding sequence its own row, and prefill half of all."""
+        if not decoding:
+            return []
+        num_other_rows = 0
         if self.waiting or len(decoding) < len(self.running):
+            num_other_rows = self._num_prefill_rows(budget - budget // 2)
             budget //= 2
         spare = max(0, budget - len(decoding))
-        longest = self._longest_worthwhile_draft(len(decoding))
-        limits = []
-        for sequence in decoding:
-            asked = sequence.request.params.max_draft_tokens
-            limit = longest if asked is None else min(asked, longest)
-            limit = max(0, min(limit, sequence.max_useful_draft_tokens, spare))
-            spare -= limit
-            limits.append(limit)
-        return self._propose(decoding, limits)
+        longest = [self._longest_draft(sequence) for sequence in decoding]
+        controller = self._controller
+        if controller is None:
+            limits = []
+            for wanted in longest:
+                limits.append(min(wanted, spare))
+                spare -= limits[-1]
+            self._reserve_ahead(decoding, limits)
+            return self._drafter.propose(decoding, limits)
+        states = [
+            DraftState(sequence.sequence_id, wanted, sequence.num_tokens)
+            for sequence, wanted in zip(decoding, longest, strict=True)
+        ]
+        planned = controller.plan(states, num_other_rows, spare)
+        limits = [plan.limit for plan in planned]
+        self._reserve_ahead(decoding, limits)
+        started = time.perf_counter()
+        drafts = self._drafter.propose(decoding, limits, [plan.min_survival for plan in planned])
+        return controller.trim(drafts, (time.perf_counter() - started) * 1000)
 
-    def _longest_worthwhile_draft(self, num_decoding: int) -> int:
-        """How many tokens each sequence may draft before the pass costs ``MAX_DRAFT_COST`` times one without."""
-        longest, table = self._config.max_draft_tokens, self._cost_table
-        if table is None or num_decoding == 0:
-            return longest
-        limit_ms = MAX_DRAFT_COST * table.pass_ms(num_decoding)
-        while longest > 0 and table.pass_ms(num_decoding * (1 + longest)) > limit_ms:
-            longest -= 1
-        return longest
+    def _longest_draft(self, sequence: Sequence) -> int:
+        """How many tokens a sequence may draft at most."""
+        longest, asked = self._config.max_draft_tokens, sequence.request.params.max_draft_tokens
+        return max(0, min(longest if asked is None else min(asked, longest), sequence.max_useful_draft_tokens))
+
+    def _num_prefill_rows(self, at_most: int) -> int:
+        """Roughly, how many rows of prompts share the next pass."""
+        uncached = sum(sequence.num_uncached_tokens for sequence in self.running if not sequence.is_decoding)
+        if self.waiting and len(self.running) < self._config.max_running:
+            uncached += sum(sequence.num_tokens for sequence in self.waiting)
+        return min(uncached, at_most)
+
+    def _reserve_ahead(self, decoding: SequenceOf[Sequence], limits: SequenceOf[int]) -> None:
+        """Slots for what a paged drafter computes while it drafts, where there are any: at nobody's cost.
+
+        First for the row that each sequence computes in any case, so that no draft takes it from a later one.
+        """
+        if not self._drafter.is_paged:
+            return
+        for sequence in decoding:
+            if sequence.pages.can_reserve(sequence.num_tokens):
+                sequence.pages.reserve(sequence.num_tokens)
+        for sequence, limit in zip(decoding, limits, strict=True):
+            if limit > 0 and sequence.pages.can_reserve(sequence.num_tokens + limit):
+                sequence.pages.reserve(sequence.num_tokens + limit)
 
     def _schedule_decode(
         self, sequence: Sequence, draft: Draft, scheduled: list[ScheduledRows]
@@ -181,6 +211,8 @@ class Batcher:
             pages.release()
             return False
         if sequence.num_prefix_tokens is None:
+            if self._controller is not None:
+                self._controller.begin(sequence.sequence_id, sampled=not sequence.request.params.is_greedy)
             self.prefix_queries += sequence.num_prompt_tokens
             self.prefix_hits += matched
         sequence.admitted(matched)

@@ -97,6 +97,8 @@ class CostTable:
     attention: Curve  # tokens before -> what one row takes longer for them
     chunk_attention: Curve  # tokens before -> the same for ``chunk_rows`` rows of one sequence
     chunk_rows: int
+    draft_step: Curve | None = None  # sequences -> one token more of the chains of all, by the draft model
+    draft_rows: Curve | None = None  # rows -> the draft model's part of what was verified
 
     def __post_init__(self) -> None:
         if self.chunk_rows < 1:
@@ -125,13 +127,21 @@ class CostTable:
         further = max(0.0, self.chunk_attention(num_context_tokens) - one) / (self.chunk_rows - 1)
         return one + further * (num_rows - 1)
 
+    def draft_ms(self, num_sequences: int, num_steps: int) -> float:
+        """Chains of ``num_steps`` tokens for ``num_sequences`` sequences; 0 without a draft model.
+
+        What the draft model has to do for verified tokens in any case is not in it, see ``draft_rows``.
+        """
+        return self.draft_step(num_sequences) * num_steps if self.draft_step is not None else 0.0
+
     def __str__(self) -> str:
         largest, longest = self.forward.sizes[-1], self.attention.sizes[-1]
         rows = [(1, self.pass_ms(1)), (5, self.pass_ms(5))]
         passes = [f"{n} row{'s' * (n > 1)} {ms:.1f} ms" for n, ms in rows]
         passes += [f"{largest} rows of a prompt {self.forward(largest):.1f} ms"]
         passes += [f"{longest} tokens of context {self.attention(longest):.1f} ms more"] * (longest > 0)
-        return "a pass of " + ", of ".join(passes)
+        text = "a pass of " + ", of ".join(passes)
+        return text if self.draft_step is None else f"{text}; a token of a draft {self.draft_step(1):.2f} ms"
 
 
 def cached_cost_table(key: Mapping[str, str | int], measure: Callable[[], CostTable]) -> CostTable:
@@ -169,16 +179,18 @@ def _load(path: Path, key: Mapping[str, str | int]) -> CostTable | None:
         if kept["key"] != dict(key):
             raise ValueError("it is about something else")
         table = kept["table"]
-        curves = {
-            name: Curve(tuple(map(int, table[name]["sizes"])), tuple(map(float, table[name]["ms"])))
-            for name in ("forward", "logits", "attention", "chunk_attention")
-        }
-        return CostTable(**curves, chunk_rows=int(table["chunk_rows"]))
+        curves = {name: _curve(table[name]) for name in ("forward", "logits", "attention", "chunk_attention")}
+        drafts = {name: table[name] and _curve(table[name]) for name in ("draft_step", "draft_rows")}
+        return CostTable(**curves, **drafts, chunk_rows=int(table["chunk_rows"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         logger.warning("%s cannot be used, so the costs of passes are measured again: %s.", path, error)
         return None
+
+
+def _curve(kept: Mapping[str, Sequence[float]]) -> Curve:
+    return Curve(tuple(map(int, kept["sizes"])), tuple(map(float, kept["ms"])))
 
 
 def _save(path: Path, key: Mapping[str, str | int], table: CostTable) -> None:

@@ -7,19 +7,25 @@ and in-process, for tests, benchmarks and as a Python API.
 from __future__ import annotations
 
 import itertools
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from outrider.draft.base import Drafter
-from outrider.draft.suffix import SuffixDrafter
-from outrider.kernels.operations import load_operations
+from outrider.draft.base import Drafter, VerifiedRows
+from outrider.draft.controller import DraftController
+from outrider.draft.controller_costs import DraftCosts
+from outrider.kernels.operations import Operations, load_operations
 from outrider.kvcache.pool import PagePool
 from outrider.kvcache.prefix_index import Namespace
 from outrider.kvcache.sequence import SequencePages
-from outrider.kvcache.storage import KVStorage
+from outrider.kvcache.storage import KVStorage, LayerGroup
 from outrider.server.engine.batcher import Batcher, BatcherConfig, ScheduledRows
 from outrider.server.engine.cost_table import CostTable, cached_cost_table
+from outrider.server.engine.draft_profile import add_draft
+from outrider.server.engine.drafters import ChosenDrafter, choose_drafter
 from outrider.server.engine.drafting import GuardedDrafter
 from outrider.server.engine.profile import profile, profile_key
 from outrider.server.engine.request import EngineStats, FinishReason, ModelInfo, Request, StepOutput
@@ -63,26 +69,34 @@ class Engine:
             quantize=settings.quantize,
             kv_cache_dtype=settings.kv_cache_dtype,
         )
+        self._operations = operations
         self._tokenizer = load_tokenizer(path)
         self._eos_token_ids = _eos_token_ids(checkpoint, self._tokenizer)
         self._model = Transformer(checkpoint, operations, self._max_context)
-        self._storage = _make_storage(settings, self._model)
+        chosen = ChosenDrafter(drafter) if drafter is not None else self._choose_drafter(checkpoint, operations)
+        self._draft_model = chosen.model
+        vocab_size = checkpoint.config.vocab_size
+        self._drafter = GuardedDrafter(chosen.drafter, vocab_size, settings.draft_sample_method == "probabilistic")
+        self._storage = _make_storage(settings, [self._model.kv_layers, *self._drafter.kv_layers])
+        self._drafter.attach(self._storage)
         self._pool = PagePool(self._storage.num_pages - 1, settings.page_size)
         self._max_context = min(self._max_context, self._pool.num_pages * settings.page_size)
         self._sampler = Sampler(operations)
-        self._drafter = GuardedDrafter(drafter or _make_drafter(settings), checkpoint.config.vocab_size)
         self.cost_table = cost_table  # None: not measured, by the settings' wish
         if cost_table is None and settings.profile:
             self.cost_table = self._measure(checkpoint.fingerprint)
+        self._controller = _make_controller(settings, self.cost_table)
         self._batcher = Batcher(
             BatcherConfig(settings.max_running, settings.max_step_tokens, settings.max_draft_tokens),
-            self._drafter.propose,
-            self.cost_table,
+            self._drafter,
+            self._controller,
         )
         self._namespace_model = checkpoint.fingerprint
         self._sequences: dict[str, Sequence] = {}
         self._sequence_ids = itertools.count()
         self._num_steps = 0
+        self._draft_s = 0.0
+        self._verify_s = 0.0
 
     @property
     def info(self) -> ModelInfo:
@@ -93,6 +107,7 @@ class Engine:
             kernels=self._settings.kernels,
             drafter=self._drafter.name,
             max_draft_tokens=self._settings.max_draft_tokens,
+            draft_model=self._draft_model.name if self._draft_model is not None else "",
         )
 
     @property
@@ -111,6 +126,8 @@ class Engine:
             num_steps=self._num_steps,
             prefix_queries=self._batcher.prefix_queries,
             prefix_hits=self._batcher.prefix_hits,
+            draft_s=self._draft_s,
+            verify_s=self._verify_s,
         )
 
     def check_integrity(self) -> None:
@@ -141,40 +158,72 @@ class Engine:
         self._forget(sequence)
         return [sequence.end(FinishReason.CANCELLED)]
 
+    def rest(self) -> None:
+        """Do what could wait, now that there is nothing to do."""
+        self._drafter.settle()
+
     def step(self) -> list[StepOutput]:
         """One pass for everyone scheduled; at most one output a request."""
+        self._drafter.settle()  # before the plan lets any page change hands
         scheduled = self._batcher.plan()
         if not scheduled:
             return []
         self._num_steps += 1
-        verdicts = iter(self._forward(scheduled))
-        outputs = []
-        for rows in scheduled:
-            verdict = next(verdicts) if rows.predicts else None
-            output = self._commit(rows, verdict)
-            if output is not None:
-                outputs.append(output)
-        return outputs
+        draft_ms = self._drafter.take_spent_ms()
+        started = time.perf_counter()
+        verdicts, features = self._forward(scheduled)
+        verify_ms = (time.perf_counter() - started) * 1000
+        self._draft_s += draft_ms / 1000
+        self._verify_s += verify_ms / 1000
+        outputs = [self._commit(rows, verdict) for rows, verdict in zip(scheduled, verdicts, strict=True)]
+        self._observe(scheduled, outputs, features)
+        for rows, output in zip(scheduled, outputs, strict=True):
+            self._follow(rows.sequence, output)
+        draft_ms = draft_ms if any(rows.draft.token_ids for rows in scheduled) else 0.0
+        return [
+            replace(output, draft_source=rows.draft.source, draft_ms=draft_ms, verify_ms=verify_ms)
+            for rows, output in zip(scheduled, outputs, strict=True)
+            if output is not None
+        ]
+
+    def _choose_drafter(self, checkpoint: Checkpoint, operations: Operations) -> ChosenDrafter:
+        return choose_drafter(self._settings, checkpoint, self._tokenizer, self._model, operations, self._max_context)
 
     def _measure(self, fingerprint: str) -> CostTable:
         """What passes cost here: kept from an earlier start, or measured now."""
-        settings, max_context = self._settings, self._max_context
-        return cached_cost_table(
-            profile_key(settings, fingerprint, max_context),
-            lambda: profile(self._model, settings.page_size, settings.max_step_tokens, max_context),
-        )
+        settings, max_context, draft = self._settings, self._max_context, self._draft_model
 
-    def _forward(self, scheduled: list[ScheduledRows]) -> list[Verdict]:
-        """Compute the rows; a verdict for every part of the plan that predicts."""
-        rows = layout(scheduled)
-        hidden = self._model.forward(rows.token_ids, rows.batch, self._storage)
+        def measure() -> CostTable:
+            table = profile(self._model, settings.page_size, settings.max_step_tokens, max_context)
+            if draft is None:
+                return table
+            operations = self._operations.quantized(settings.draft_quantize)
+            return add_draft(table, draft, operations, settings.page_size, settings.max_running)
+
+        fingerprint_of_draft = draft.fingerprint if draft is not None else ""
+        return cached_cost_table(profile_key(settings, fingerprint, max_context, fingerprint_of_draft), measure)
+
+    def _forward(self, scheduled: list[ScheduledRows]) -> tuple[list[Verdict | None], Tensor | None]:
+        """Compute the rows; a verdict for every part that predicts, and the features of all rows if they are wanted.
+
+        Features: ``[num_rows, len(taps) * hidden_size]``.
+        """
+        rows, features = layout(scheduled), None
+        if taps := self._drafter.taps:
+            hidden, features = self._model.forward_tapped(rows.token_ids, rows.batch, self._storage, taps)
+        else:
+            hidden = self._model.forward(rows.token_ids, rows.batch, self._storage)
         predicting = [part for part in scheduled if part.predicts]
         if not predicting:
-            return []
+            return [None] * len(scheduled), features
         logits = self._model.logits(hidden.index_select(0, rows.logit_rows))
-        return self._sampler.verify(
-            logits, [part.sequence.verify_request(part.draft.token_ids, part.draft.draft_probs) for part in predicting]
+        verdicts = iter(
+            self._sampler.verify(
+                logits,
+                [part.sequence.verify_request(part.draft.token_ids, part.draft.draft_probs) for part in predicting],
+            )
         )
+        return [next(verdicts) if part.predicts else None for part in scheduled], features
 
     def _commit(self, rows: ScheduledRows, verdict: Verdict | None) -> StepOutput | None:
         """Keep what is verified, let the rest go, and say what the client gets."""
@@ -182,19 +231,42 @@ class Engine:
         known = sequence.token_ids(rows.start, rows.start + rows.num_tokens)
         if verdict is None:
             sequence.pages.commit(known)
-            if sequence.num_uncached_tokens:
-                return None
-            self._forget(sequence)
-            return sequence.end(FinishReason.STOP)
+            return None if sequence.num_uncached_tokens else sequence.end(FinishReason.STOP)
+        if self._controller is not None and rows.draft.token_ids:
+            self._controller.record(sequence.sequence_id, rows.draft, verdict.num_accepted)
         output = sequence.accept(verdict, len(rows.draft.token_ids))
         sequence.pages.commit(known + list(rows.draft.token_ids[: output.num_accepted]))
+        return output
+
+    def _observe(
+        self, scheduled: list[ScheduledRows], outputs: list[StepOutput | None], features: Tensor | None
+    ) -> None:
+        """Show a paged drafter what the pass verified, of sequences that end too: others may find their pages."""
+        if not self._drafter.is_paged:
+            return
+        verified, first_row = [], 0
+        for rows, output in zip(scheduled, outputs, strict=True):
+            sequence, stop = rows.sequence, rows.sequence.pages.num_cached_tokens
+            has_ended = output is not None and output.finish_reason is not None
+            start = stop - rows.num_tokens - (output.num_accepted if output is not None else 0)
+            known = sequence.token_ids(start, stop + 1)
+            part = features[first_row : first_row + stop - start] if features is not None else None
+            next_token_id = None if has_ended or len(known) <= stop - start else known[-1]
+            row = VerifiedRows(sequence.sequence_id, sequence.pages, start, known[: stop - start], next_token_id, part)
+            verified.append((sequence, row))
+            first_row += rows.num_rows
+        self._drafter.observe(verified)
+
+    def _follow(self, sequence: Sequence, output: StepOutput | None) -> None:
+        """Tell the drafter what came of a sequence, or let the sequence go."""
+        if output is None:
+            return
         if output.finish_reason is not None:
             self._forget(sequence)
         elif sequence.is_drafted:
             self._drafter.extend(sequence, output.token_ids)
         elif len(sequence.output_token_ids) == len(output.token_ids):
             self._drafter.begin(sequence)  # only now: a prompt that is cancelled in prefill costs the drafter nothing
-        return output
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.request_id]
@@ -231,8 +303,15 @@ def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[in
     return frozenset(checkpoint.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
 
 
-def _make_storage(settings: EngineSettings, model: Transformer) -> KVStorage:
-    groups = [model.kv_layers]
+def _make_controller(settings: EngineSettings, cost_table: CostTable | None) -> DraftController | None:
+    """None where drafts have a fixed length: by the settings' wish, or since nothing was measured."""
+    if cost_table is None or not settings.adaptive_drafts or settings.max_draft_tokens == 0:
+        return None
+    costs = DraftCosts(cost_table.pass_ms, cost_table.draft_ms, cost_table.attention_ms)
+    return DraftController(costs, settings.max_draft_tokens)
+
+
+def _make_storage(settings: EngineSettings, groups: list[LayerGroup]) -> KVStorage:
     page_bytes = settings.page_size * sum(group.bytes_per_token for group in groups)
     num_pages = settings.kv_cache_mib * 2**20 // page_bytes
     if num_pages < 2:
@@ -243,9 +322,3 @@ def _make_storage(settings: EngineSettings, model: Transformer) -> KVStorage:
         return KVStorage(groups, num_pages, settings.page_size)
     except RuntimeError as error:  # what torch raises where memory ends
         raise ValueError(f"kv_cache_mib is {settings.kv_cache_mib}; this machine has not that much memory") from error
-
-
-def _make_drafter(settings: EngineSettings) -> Drafter | None:
-    if settings.drafter == "none" or settings.max_draft_tokens == 0:
-        return None
-    return SuffixDrafter()

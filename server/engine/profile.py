@@ -29,10 +29,14 @@ MAX_STORAGE_BYTES = 64 << 20
 MAX_RUNS = 9
 
 
-def profile_key(settings: EngineSettings, fingerprint: str, max_context: int) -> dict[str, str | int]:
-    """All that a profile depends on. ``settings`` are resolved; ``fingerprint`` is the checkpoint's."""
+def profile_key(
+    settings: EngineSettings, fingerprint: str, max_context: int, draft_fingerprint: str = ""
+) -> dict[str, str | int]:
+    """All that a profile depends on. ``settings`` are resolved; the fingerprints are those of the checkpoints."""
     return {
         "model": fingerprint,
+        "draft": draft_fingerprint,
+        "draft_quantize": settings.draft_quantize if draft_fingerprint else "",
         "kernels": settings.kernels,
         "build": _build(settings.kernels),
         "instruction_set": selected_instruction_set() if settings.kernels == "cpu" else "",

@@ -35,7 +35,8 @@ class Sequence:
         self.num_prefix_tokens: int | None = None  # of the prompt, found cached when first admitted
         self._added_at = time.monotonic()
         self._queue_s = 0.0
-        self.is_drafted = False  # whether the drafter follows it
+        self.is_drafted = False  # whether the drafter is asked about it
+        self.is_lost = False  # the drafter failed at it, and is left alone with it
         self._text = text
         self._max_tokens = max_tokens  # the request's own, less what the context cannot hold
         self._eos_token_ids = tuple(sorted(eos_token_ids))

@@ -43,6 +43,9 @@ class SteppedEngine(Protocol):
 
     def step(self) -> list[StepOutput]: ...
 
+    def rest(self) -> None:
+        """Called when there is nothing to do for anybody: the time for what could wait."""
+
     def check_integrity(self) -> None: ...
 
 
@@ -50,6 +53,7 @@ def run(engine: SteppedEngine, channel: EngineChannel) -> None:
     """Serve until told to stop. Raises ``ChannelClosed`` when the server is gone, and what ``step`` raises."""
     while True:
         if not (messages := channel.receive_pending()) and not engine.has_work:
+            engine.rest()
             engine.check_integrity()
             messages = channel.wait()
         outputs: list[StepOutput] = []

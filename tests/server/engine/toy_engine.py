@@ -72,6 +72,9 @@ class ToyEngine:
                 outputs += [last, StepOutput("nobody", (1,), "x")]
         return outputs
 
+    def rest(self) -> None:
+        pass
+
     def check_integrity(self) -> None:
         pass
 
