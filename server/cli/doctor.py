@@ -161,6 +161,18 @@ def examine_model() -> Iterator[Finding]:
         yield Finding("model", "ok", f"{DEFAULT_MODEL.name} at {path}", facts=facts)
 
 
+def examine_drafts() -> Iterator[Finding]:
+    from outrider.draft.shipped import shipped_drafts
+
+    drafts = shipped_drafts()
+    for draft in drafts:
+        facts = {"path": str(draft.path), "kind": draft.kind, "target": draft.target, "num_bytes": draft.num_bytes}
+        yield Finding("draft", "ok", f"{draft.kind} for {draft.target}, {draft.num_bytes / 1e6:.1f} MB", facts=facts)
+    if not drafts:
+        text = "no draft model comes with this build; the suffix drafter guesses"
+        yield Finding("draft", "note", text, "make one: outrider distill, or name one: outrider serve --draft-model")
+
+
 def examine_extras() -> Iterator[Finding]:
     if _version_of("matplotlib") is None:
         yield Finding("plots", "note", "matplotlib is not installed", 'for bench --plot: pip install "outrider[plot]"')
@@ -172,6 +184,7 @@ EXAMINATIONS: tuple[Callable[[], Iterator[Finding]], ...] = (
     examine_torch,
     examine_kernels,
     examine_model,
+    examine_drafts,
     examine_extras,
 )
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from unbuilt_copy import unbuilt_copy
 
+from outrider.draft.shipped import shipped_drafts
 from outrider.kernels.cpu.availability import native_problem
 from outrider.server.cli.machine import available_memory, read_processor
 from outrider.verify.checkpoint.default_model import DEFAULT_MODEL
@@ -61,6 +62,13 @@ def test_a_machine_with_everything_is_ready(default_model: Path) -> None:
     if kernels["used"] == "cpu":
         assert kernels["instruction_set"] in kernels["instruction_sets"]
     assert findings["model"]["facts"]["path"] == str(default_model)
+    drafts = [finding for finding in report["findings"] if finding["topic"] == "draft"]
+    if shipped := shipped_drafts():
+        assert [draft["facts"]["path"] for draft in drafts] == [str(draft.path) for draft in shipped]
+        assert all(draft["state"] == "ok" for draft in drafts)
+    else:
+        assert [draft["state"] for draft in drafts] == ["note"]
+        assert "outrider distill" in drafts[0]["remedy"]
 
 
 def test_all_that_is_missing_is_named_with_a_remedy(tmp_path: Path) -> None:
