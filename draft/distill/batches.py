@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,23 +44,25 @@ def split(conversations: Sequence[Conversation]) -> tuple[list[Conversation], li
     return [conversation for conversation in conversations if conversation.index not in excluded], held_out
 
 
-def frequent_tokens(conversations: Iterable[Conversation], num_tokens: int, always: Iterable[int]) -> Tensor:
-    """The most frequent tokens of the answers, of equals the lower ids, ``always`` among them: ascending int64.
-
-    Questions count as they do in training. There may be fewer than ``num_tokens``: what no answer holds is no guess.
-    """
-    counts: dict[int, float] = {}
+def token_weights(conversations: Iterable[Conversation]) -> dict[int, float]:
+    """How much each token that the target wrote counts in training."""
+    weights: dict[int, float] = {}
     for conversation in conversations:
         for turn in conversation.turns:
             weight = 1.0 if turn.is_answer else QUESTION_WEIGHT
             for token_id in conversation.token_ids[turn.start : turn.stop]:
-                counts[token_id] = counts.get(token_id, 0.0) + weight
-    kept = dict.fromkeys(always)
-    for token_id, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        if len(kept) >= num_tokens:
-            break
-        kept[token_id] = None
-    return torch.tensor(sorted(kept), dtype=torch.int64)
+                weights[token_id] = weights.get(token_id, 0.0) + weight
+    return weights
+
+
+def frequent_tokens(weights: Mapping[int, float], num_tokens: int, vocab_size: int, always: Iterable[int]) -> Tensor:
+    """The ``num_tokens`` heaviest of ``vocab_size`` tokens, of equals the lower ids, ``always`` among them.
+
+    Ascending, int64. Where too few are known, the lowest other ids fill up: a tokenizer learns frequent words first.
+    """
+    ranked = sorted(range(vocab_size), key=lambda token_id: (-weights.get(token_id, 0.0), token_id))
+    kept = dict.fromkeys([*always, *ranked])
+    return torch.tensor(sorted([*kept][:num_tokens]), dtype=torch.int64)
 
 
 def plan_epoch(conversations: Sequence[Conversation], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:

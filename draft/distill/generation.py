@@ -56,10 +56,9 @@ class Generation:
     """
 
     def __init__(
-        self, sampler: ConversationSampler, generate: Generate, corpus: Corpus, max_tokens: int, max_seconds: float
+        self, sampler: ConversationSampler, corpus: Corpus, max_tokens: int = 0, max_seconds: float = math.inf
     ) -> None:
         self._sampler = sampler
-        self._generate = generate
         self._corpus = corpus
         self._max_tokens = max_tokens or math.inf
         self._max_seconds = max_seconds
@@ -72,29 +71,33 @@ class Generation:
             if conversation.token_ids:
                 sampler.note(conversation.question, conversation.index)
 
-    def run(self, report: Callable[[Progress], None]) -> list[Conversation]:
-        """The conversations, by index.
+        self._tally.extend(corpus.conversations)
+
+    def run(self, generate: Generate, report: Callable[[Progress], None]) -> None:
+        """Go on until there is enough.
 
         Raises:
             CorpusFailed: hardly any conversation is worth keeping.
             OSError: they cannot be written.
         """
-        tally = self._tally
-        tally.extend(self._corpus.conversations)
-        while not self._is_finished:
+        while not self.is_finished:
             self._check_worth()
-            while len(self._dialogues) < self._generate.num_parallel:
-                self._begin(next(self._unbegun))
-            ended = [self._advance(key, continuation) for key, continuation in self._generate.step()]
+            while len(self._dialogues) < generate.num_parallel:
+                self._begin(next(self._unbegun), generate)
+            ended = [self._advance(key, continuation, generate) for key, continuation in generate.step()]
             if any(ended):
-                tally.extend(self._corpus.conversations)
+                self._tally.extend(self._corpus.conversations)
                 report(self._progress())
         if not self._corpus.is_finished:
             self._corpus.finish(self._seconds)
-        return tally.kept if tally.is_full else list(distinct(self._corpus.conversations.values()))
 
     @property
-    def _is_finished(self) -> bool:
+    def conversations(self) -> list[Conversation]:
+        """Those that count, by index."""
+        return self._tally.kept if self._tally.is_full else list(distinct(self._corpus.conversations.values()))
+
+    @property
+    def is_finished(self) -> bool:
         is_late = self._seconds >= self._max_seconds and len(self._tally.kept) >= MIN_CONVERSATIONS
         return self._corpus.is_finished or self._tally.is_full or is_late
 
@@ -102,15 +105,15 @@ class Generation:
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._begun_at
 
-    def _begin(self, index: int) -> None:
+    def _begin(self, index: int, generate: Generate) -> None:
         dialogue = self._sampler.dialogue(index)
         self._dialogues[index] = dialogue
-        self._generate.submit(index, next(dialogue))
+        generate.submit(index, next(dialogue))
 
-    def _advance(self, index: int, continuation: Continuation) -> bool:
+    def _advance(self, index: int, continuation: Continuation, generate: Generate) -> bool:
         """Let a dialogue go on; whether it ended."""
         try:
-            self._generate.submit(index, self._dialogues[index].send(continuation))
+            generate.submit(index, self._dialogues[index].send(continuation))
         except StopIteration as end:
             del self._dialogues[index]
             self._corpus.append(end.value, self._seconds)

@@ -17,6 +17,7 @@ COMMANDS = {
     "bench drafts": "measure what speculation gains, by category",
     "bench kernels": "measure the kernels beside what memory and processor can do",
     "bench quality": "measure what quantisation costs beside float32",
+    "distill": "make a draft for a model, so that it streams faster",
     "models": "list and fetch models",
     "doctor": "say what this machine has and what is missing",
 }

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.draft.distill.batches import QUESTION_WEIGHT, frequent_tokens, make_batch, plan_epoch, split
+from outrider.draft.distill.batches import (
+    QUESTION_WEIGHT,
+    frequent_tokens,
+    make_batch,
+    plan_epoch,
+    split,
+    token_weights,
+)
 from outrider.draft.distill.conversations import Conversation, Turn
 
 CPU = torch.device("cpu")
@@ -55,15 +62,17 @@ def test_what_is_held_out_is_not_learned_from(count: int) -> None:
     assert learned
 
 
-@pytest.mark.parametrize("num_tokens", [3, 10, 1000])
+@pytest.mark.parametrize("num_tokens", [3, 10, 60, 1000])
 def test_a_draft_gets_the_words_that_come_most_often(num_tokens: int) -> None:
     conversations = [conversation(index, 40) for index in range(20)]
     counts: Counter[int] = Counter()
     for each in conversations:
         counts.update(each.token_ids[7:] * 100)
         counts.update(each.token_ids[2:5] * round(100 * QUESTION_WEIGHT))
-    found = frequent_tokens(conversations, num_tokens, always=[60, 61]).tolist()
-    assert found == sorted(found) and {60, 61} <= set(found)
-    others = [token for token in found if token < 60]
-    assert len(others) == min(num_tokens - 2, len(counts))
-    assert min(counts[token] for token in others) >= max((counts[t] for t in counts.keys() - {*others}), default=0)
+    weights = token_weights(conversations)
+    assert {token: round(100 * weight) for token, weight in weights.items()} == counts
+    found = frequent_tokens(weights, num_tokens, vocab_size=70, always=[60, 61]).tolist()
+    assert found == sorted(set(found)) and len(found) == min(num_tokens, 70) and {60, 61} <= set(found)
+    others = [token for token in found if token not in (60, 61)]
+    left_out = set(range(60)) - set(others)
+    assert min(counts[token] for token in others) >= max((counts[token] for token in left_out), default=0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_model import byte_tokenizer, save_tiny_model, tiny_llama_config
 
-from outrider.draft.distill.batches import frequent_tokens
+from outrider.draft.distill.batches import frequent_tokens, token_weights
 from outrider.draft.distill.conversations import Conversation, Turn
 from outrider.draft.distill.dense_target import DenseTarget
 from outrider.draft.distill.head import HeadShape, begin_from_target
@@ -50,7 +50,7 @@ def make_trainer(
     save_seconds: float = 0.0,
 ) -> Trainer:
     config = target.config
-    token_map = frequent_tokens(conversations, settings.draft_vocab, always=[2])
+    token_map = frequent_tokens(token_weights(conversations), settings.draft_vocab, VOCAB_SIZE, always=[2])
     heads = (config.num_heads, settings.kv_heads or config.num_kv_heads, config.head_dim)
     width = settings.intermediate or config.intermediate_size
     shape = HeadShape(config.hidden_size, width, settings.layers, *heads, len(token_map), config.rms_norm_eps)

@@ -1,0 +1,1 @@
+"""Distillation with our own engine: ``continuations`` generates, ``validation`` measures, ``run`` does all of a run."""
