@@ -250,19 +250,23 @@ def describe(kernels: str, settings: EngineSettings) -> str:
 
 def describe_memory(model: ModelInfo, settings: EngineSettings) -> str:
     """The forms that weights, keys and values have."""
-    weights = f"weights {model.weights}, " if model.weights else ""
-    return f"{weights}keys and values {settings.resolved().kv_cache_dtype}"
+    weights = model.weights or _weights(settings.model_path, settings.quantize)
+    return f"weights {weights}, keys and values {settings.resolved().kv_cache_dtype}"
 
 
 def describe_speculation(model: ModelInfo, settings: EngineSettings) -> str:
     """Who guesses, with which draft model in which form, and how far."""
     if not model.max_draft_tokens or model.drafter == "none":
         return "no speculation"
-    draft = f" with {model.draft_model}" if model.draft_model else ""
-    if model.draft_weights:
-        draft += f" ({model.draft_weights})"
+    weights = model.draft_weights or _weights(settings.draft_model_path, settings.resolved().draft_quantize)
+    draft = f" with {model.draft_model} ({weights})" if model.draft_model else ""
     length = "up to" if settings.adaptive_drafts else "always"
     return f"drafter {model.drafter}{draft}, {length} {model.max_draft_tokens} tokens a step"
+
+
+def _weights(path: str, quantize: str) -> str:
+    """What becomes of a checkpoint's weights, where the engine does not say it more exactly."""
+    return "as in the file" if quantize == "none" or path.endswith(".gguf") else quantize
 
 
 def load_prompt_builder(path: Path) -> PromptBuilder:

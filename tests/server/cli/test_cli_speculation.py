@@ -196,6 +196,12 @@ def test_the_ready_line_says_who_drafts_with_what_and_in_which_form_everything_l
     hybrid = ModelInfo("m", 9, 9, "cpu", "hybrid", 8, draft_model="m-draft", weights="Q4_1/Q8_0", draft_weights="Q8_0")
     assert serve.describe_speculation(hybrid, settings) == "drafter hybrid with m-draft (Q8_0), up to 8 tokens a step"
     assert serve.describe_memory(hybrid, settings) == "weights Q4_1/Q8_0, keys and values f32"
+    drafted = ModelInfo("m", 9, 9, "cpu", "model", 8, draft_model="d")
+    quantized = EngineSettings("m", "m", kernels="cpu", quantize="int8", draft_quantize="int4")
+    assert serve.describe_memory(drafted, quantized) == "weights int8, keys and values f16"
+    assert serve.describe_speculation(drafted, quantized) == "drafter model with d (int4), up to 8 tokens a step"
+    stored = EngineSettings("m.gguf", "m", kernels="cpu", quantize="int8")
+    assert serve.describe_memory(drafted, stored).startswith("weights as in the file, ")
     fixed = EngineSettings("m", "m", adaptive_drafts=False)
     suffix = ModelInfo("m", 9, 9, "cpu", "suffix", 3)
     assert serve.describe_speculation(suffix, fixed) == "drafter suffix, always 3 tokens a step"
