@@ -36,17 +36,18 @@ class RunDirectory:
             if out.exists() and (not out.is_dir() or any(path.name != "work" for path in out.iterdir())):
                 raise RunRefused(f"{out} is not empty and holds no run that could go on; name another directory")
             self.work.mkdir(parents=True, exist_ok=True)
-            self._lock = _take(self.work, out)
-            write_text(described, json.dumps(wanted, indent=1) + "\n")
-            return
         self._lock = _take(self.work, out)
-        found = _read(described)
-        for name, value in wanted.items():
-            if found.get(name) != value:
-                raise RunRefused(
-                    f"{out} holds a run with {name} {found.get(name)!r}, not {value!r}; "
-                    "go on with the same options and model, or name another directory"
-                )
+        try:
+            if not described.exists():
+                write_text(described, json.dumps(wanted, indent=1) + "\n")
+            _check_same(out, _read(described), wanted)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give it back to others; the end of the process does so too."""
+        os.close(self._lock)
 
     @property
     def conversations(self) -> Path:
@@ -66,6 +67,15 @@ def write_text(path: Path, text: str) -> None:
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)
+
+
+def _check_same(out: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise RunRefused(
+                f"{out} holds a run with {name} {found.get(name)!r}, not {value!r}; "
+                "go on with the same options and model, or name another directory"
+            )
 
 
 def _fields(settings: DistillSettings) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from outrider.draft.distill.card import Acceptance, Card
 from outrider.draft.distill.directory import RunDirectory, write_text
 from outrider.draft.distill.distillation import Dialogues, TrainedHead, generate_dialogues, train_head
-from outrider.draft.distill.export import WEIGHTS_FILE, write_draft
+from outrider.draft.distill.export import write_draft
 from outrider.draft.distill.progress import Progress
 from outrider.draft.distill.settings import GENERATION_SHARE, TRAINING_SHARE, DistillSettings
 from outrider.server.bench.plot import PlotUnavailable
@@ -103,7 +103,7 @@ class Run:
             conversations=dialogues.learned,
             progress=trained.progress,
             num_parameters=sum(weight.numel() for weight in trained.weights.values()),
-            num_bytes=(self._directory.out / WEIGHTS_FILE).stat().st_size,
+            num_bytes=sum(file.stat().st_size for file in self._directory.out.glob("*.safetensors")),
             draft_vocab_size=len(trained.token_map),
             coverage=trained.coverage,
             chain=self._machinery.chain,
