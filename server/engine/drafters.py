@@ -2,54 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.draft.base import Drafter
+from outrider.draft.controller import DraftController
+from outrider.draft.eagle3 import Eagle3Head
 from outrider.draft.independent import IndependentDraft
 from outrider.draft.model import DraftNetwork, ModelDrafter
+from outrider.draft.shipped import shipped_draft
+from outrider.draft.speculators import is_speculator
 from outrider.draft.suffix import SuffixDrafter, SuffixDrafterConfig
 from outrider.kernels.operations import Operations
 from outrider.server.engine.settings import EngineSettings
-from outrider.verify.checkpoint.checkpoint import Checkpoint
 from outrider.verify.checkpoint.tokenizer import Tokenizer
 from outrider.verify.transformer import Transformer
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenDrafter:
-    drafter: Drafter | None
-    model: DraftNetwork | None = None  # that the drafter draws on
+def load_draft_model(
+    settings: EngineSettings, tokenizer: Tokenizer, target: Transformer, operations: Operations, max_context: int
+) -> DraftNetwork | None:
+    """The draft model that the (resolved) ``settings`` ask for, else the one that comes with Outrider for ``target``.
 
-
-def choose_drafter(
-    settings: EngineSettings,
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
-    target: Transformer,
-    operations: Operations,
-    max_context: int,
-) -> ChosenDrafter:
-    """The drafter that the (resolved) ``settings`` ask for.
+    ``operations``: the draft's own, see ``Operations.quantized``.
 
     Raises:
-        ValueError: a draft model is asked for, and there is none for this model.
-        UnsupportedCheckpoint: the draft model cannot be used, or not with this target.
+        ValueError: one is asked for, and there is none for this model.
+        UnsupportedCheckpoint: it cannot be used, or not with this target.
     """
+    if settings.drafter in ("none", "suffix") or settings.max_draft_tokens == 0:
+        return None
+    if settings.draft_model_path:
+        path = Path(settings.draft_model_path)
+    else:
+        config = target.config
+        shipped = shipped_draft(config.hidden_size, config.num_layers, config.vocab_size)
+        if shipped is None and settings.drafter == "auto":
+            return None
+        if shipped is None:
+            raise ValueError(
+                f"the drafter {settings.drafter} needs a draft model, and none comes with Outrider for this one; "
+                "name one, or make one with outrider distill"
+            )
+        path = shipped.path
+    if is_speculator(path):
+        return Eagle3Head(path, target, operations, max_context)
+    return IndependentDraft(path, tokenizer, operations, max_context)
+
+
+def make_drafter(
+    settings: EngineSettings, network: DraftNetwork | None, operations: Operations, controller: DraftController | None
+) -> Drafter | None:
+    """The drafter that the (resolved) ``settings`` ask for, over ``network`` where it draws on a draft model."""
     if settings.drafter == "none" or settings.max_draft_tokens == 0:
-        return ChosenDrafter(None)
+        return None
+    if network is not None and settings.drafter == "model":
+        return ModelDrafter(network, operations)
     suffix = SuffixDrafter(SuffixDrafterConfig(min_match_tokens=settings.suffix_min_match))
-    if settings.drafter == "suffix":
-        return ChosenDrafter(suffix)
-    path = Path(settings.draft_model_path) if settings.draft_model_path else None
-    if path is None:
-        if settings.drafter == "auto":
-            return ChosenDrafter(suffix)
-        raise ValueError(
-            f"the drafter {settings.drafter} needs a draft model, and none comes with Outrider for this one; "
-            "name one, or make one with outrider distill"
-        )
-    draft_operations = operations.quantized(settings.draft_quantize)
-    network = IndependentDraft(path, tokenizer, draft_operations, max_context)
-    model = ModelDrafter(network, draft_operations)
-    return ChosenDrafter(model, network)
+    if network is None:
+        return suffix
+    return ModelDrafter(network, operations)

@@ -19,7 +19,7 @@ from outrider.draft.base import (
     SequenceFacts,
     VerifiedRows,
 )
-from outrider.kvcache.storage import KVStorage, LayerGroup
+from outrider.kvcache.storage import KVStorage
 from outrider.server.engine.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,6 @@ class GuardedDrafter:
     @property
     def name(self) -> str:
         return self._drafter.name if self._drafter is not None else "none"
-
-    @property
-    def kv_layers(self) -> list[LayerGroup]:
-        """What it keeps in the pages, if anything."""
-        return [] if self._paged is None else [self._paged.kv_layers]
 
     @property
     def taps(self) -> tuple[int, ...]:

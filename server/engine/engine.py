@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.draft.base import Drafter, VerifiedRows
 from outrider.draft.controller import DraftController
 from outrider.draft.controller_costs import DraftCosts
-from outrider.kernels.operations import Operations, load_operations
+from outrider.kernels.operations import load_operations
 from outrider.kvcache.pool import PagePool
 from outrider.kvcache.prefix_index import Namespace
 from outrider.kvcache.sequence import SequencePages
@@ -25,7 +25,7 @@ from outrider.kvcache.storage import KVStorage, LayerGroup
 from outrider.server.engine.batcher import Batcher, BatcherConfig, ScheduledRows
 from outrider.server.engine.cost_table import CostTable, cached_cost_table
 from outrider.server.engine.draft_profile import add_draft
-from outrider.server.engine.drafters import ChosenDrafter, choose_drafter
+from outrider.server.engine.drafters import load_draft_model, make_drafter
 from outrider.server.engine.drafting import GuardedDrafter
 from outrider.server.engine.profile import profile, profile_key
 from outrider.server.engine.request import EngineStats, FinishReason, ModelInfo, Request, StepOutput
@@ -69,16 +69,17 @@ class Engine:
             quantize=settings.quantize,
             kv_cache_dtype=settings.kv_cache_dtype,
         )
-        self._operations = operations
         self._tokenizer = load_tokenizer(path)
         self._eos_token_ids = _eos_token_ids(checkpoint, self._tokenizer)
         self._model = Transformer(checkpoint, operations, self._max_context)
-        chosen = ChosenDrafter(drafter) if drafter is not None else self._choose_drafter(checkpoint, operations)
-        self._draft_model = chosen.model
-        vocab_size = checkpoint.config.vocab_size
-        self._drafter = GuardedDrafter(chosen.drafter, vocab_size, settings.draft_sample_method == "probabilistic")
-        self._storage = _make_storage(settings, [self._model.kv_layers, *self._drafter.kv_layers])
-        self._drafter.attach(self._storage)
+        self._draft_operations = operations.quantized(settings.draft_quantize)
+        self._draft_model = None
+        if drafter is None:
+            self._draft_model = load_draft_model(
+                settings, self._tokenizer, self._model, self._draft_operations, self._max_context
+            )
+        draft_layers = [part.kv_layers for part in (drafter, self._draft_model) if hasattr(part, "kv_layers")]
+        self._storage = _make_storage(settings, [self._model.kv_layers, *draft_layers])
         self._pool = PagePool(self._storage.num_pages - 1, settings.page_size)
         self._max_context = min(self._max_context, self._pool.num_pages * settings.page_size)
         self._sampler = Sampler(operations)
@@ -86,6 +87,11 @@ class Engine:
         if cost_table is None and settings.profile:
             self.cost_table = self._measure(checkpoint.fingerprint)
         self._controller = _make_controller(settings, self.cost_table)
+        if drafter is None:
+            drafter = make_drafter(settings, self._draft_model, self._draft_operations, self._controller)
+        vocab_size = checkpoint.config.vocab_size
+        self._drafter = GuardedDrafter(drafter, vocab_size, settings.draft_sample_method == "probabilistic")
+        self._drafter.attach(self._storage)
         self._batcher = Batcher(
             BatcherConfig(settings.max_running, settings.max_step_tokens, settings.max_draft_tokens),
             self._drafter,
@@ -186,9 +192,6 @@ class Engine:
             if output is not None
         ]
 
-    def _choose_drafter(self, checkpoint: Checkpoint, operations: Operations) -> ChosenDrafter:
-        return choose_drafter(self._settings, checkpoint, self._tokenizer, self._model, operations, self._max_context)
-
     def _measure(self, fingerprint: str) -> CostTable:
         """What passes cost here: kept from an earlier start, or measured now."""
         settings, max_context, draft = self._settings, self._max_context, self._draft_model
@@ -197,8 +200,7 @@ class Engine:
             table = profile(self._model, settings.page_size, settings.max_step_tokens, max_context)
             if draft is None:
                 return table
-            operations = self._operations.quantized(settings.draft_quantize)
-            return add_draft(table, draft, operations, settings.page_size, settings.max_running)
+            return add_draft(table, draft, self._draft_operations, settings.page_size, settings.max_running)
 
         fingerprint_of_draft = draft.fingerprint if draft is not None else ""
         return cached_cost_table(profile_key(settings, fingerprint, max_context, fingerprint_of_draft), measure)

@@ -40,7 +40,7 @@ class EngineSettings:
     max_draft_tokens: int = 8  # a sequence and step
     adaptive_drafts: bool = True  # lengths by measured time; False: always max_draft_tokens, the request's own if less
     draft_model_path: str = ""  # a speculators or Hugging Face directory, or a .gguf file; "": the one for this model
-    draft_quantize: str = "auto"  # as quantize, for the draft model's weights; auto: the same as the target's
+    draft_quantize: str = "auto"  # as quantize, for the draft model's weights; auto: int8 at most with the cpu kernels
     draft_sample_method: str = "probabilistic"  # above temperature 0, from a draft model: drawn, or its likeliest
     rejection_sample_method: str = "standard"  # drafts with probabilities are verified one by one, or as a block
     suffix_min_match: int = 1  # tokens; the suffix drafter guesses after no shorter repetition
@@ -99,8 +99,10 @@ class EngineSettings:
             except ValueError as error:
                 raise ValueError(f"{error}; {problem}") from error
         suitable = {"cpu": "f16", "reference": "f32"}[self.kernels]
+        # What a draft loses by it costs a guess now and then, and its weights are read at every token of a chain.
+        draft_quantize = "int8" if (self.kernels, self.quantize) == ("cpu", "none") else self.quantize
         return replace(
             self,
             kv_cache_dtype=suitable if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
-            draft_quantize=self.quantize if self.draft_quantize == "auto" else self.draft_quantize,
+            draft_quantize=draft_quantize if self.draft_quantize == "auto" else self.draft_quantize,
         )

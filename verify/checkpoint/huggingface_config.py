@@ -43,6 +43,18 @@ def read_config(path: Path) -> ModelConfig:
     return _Reader(path, architecture, values).config()
 
 
+def read_layer_config(path: Path, values: dict[str, Any]) -> ModelConfig:
+    """The configuration of decoder layers that ``values`` describe, an object inside the ``config.json`` of ``path``.
+
+    Raises:
+        UnsupportedCheckpoint: as ``read_config``.
+    """
+    model_type = values.get("model_type")
+    if model_type not in (known := sorted(_ARCHITECTURES.values())):
+        raise UnsupportedCheckpoint(f"{path} has layers of type {model_type!r}; supported are {', '.join(known)}")
+    return _Reader(path, model_type, values).config()
+
+
 @dataclass(frozen=True, slots=True)
 class _Reader:
     path: Path

@@ -63,11 +63,12 @@ def weight_shapes(config: ModelConfig, num_stored: int) -> dict[str, tuple[int, 
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(config))
+        shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in layer_shapes(config))
     return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every weight of one layer, by its name in the layer."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     linears = (

@@ -19,7 +19,8 @@ def test_nothing_is_left_open_when_an_engine_starts() -> None:
     resolved = EngineSettings("m", "m").resolved()
     assert resolved.kernels in ("cpu", "reference")
     assert resolved.kv_cache_dtype in ("f32", "f16")
-    assert resolved.draft_quantize == "none"
+    assert EngineSettings("m", "m", kernels="reference").resolved().draft_quantize == "none"
+    assert EngineSettings("m", "m", kernels="cpu").resolved().draft_quantize == "int8"
     assert EngineSettings("m", "m", kernels="cpu", quantize="int4").resolved().draft_quantize == "int4"
     assert resolved.resolved() == resolved
 
