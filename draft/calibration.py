@@ -62,8 +62,10 @@ class Calibration:
         """That the token at ``position`` of a draft is accepted, where all before it are."""
         knot, share = _place(confidence)
         knots = self._knots
-        log_odds = (1.0 - share) * knots[knot] + share * knots[knot + 1]
-        return _probability(log_odds + self._positions[min(position, _NUM_POSITIONS - 1)] + turn.mean)
+        log_odds = (1.0 - share) * knots[knot] + share * knots[knot + 1] + turn.mean
+        log_odds += self._positions[min(position, _NUM_POSITIONS - 1)]
+        # The mean over what the turn may be, nearly (MacKay 1992, the evidence framework applied to classification).
+        return _probability(log_odds / math.sqrt(1.0 + math.pi / 8 * turn.variance))
 
     def survivals(self, confidences: Sequence[float], turn: Turn) -> list[float]:
         """Of each token of a chain, the probability that it and all before it are accepted."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outrider.draft.base import NO_DRAFT, Draft
+from outrider.draft.controller_chains import ChainChoice
 from outrider.draft.controller_costs import DraftCosts, KnownCosts
-from outrider.draft.controller_records import DraftRecords, confidences_of
+from outrider.draft.controller_records import DraftRecords, Rest, confidences_of
 
 MODEL = "model"  # the source whose guesses cost time, whether they are verified or not
 _LONGEST_REST = 16  # steps without a draft after which one is tried again
+_LONGEST_MODEL_REST = 64  # the same, where a draft model does not pay for all together
 _SMOOTHING = 0.1  # share of the newest step in what is averaged over steps
 
 
@@ -32,6 +34,16 @@ class DraftLimit:
 
 
 @dataclass(slots=True)
+class _Crowd:
+    """What drafts gained with about so many sequences: how many times the tokens per millisecond of none, smoothed."""
+
+    gain: float = 1.3
+    draft_rows: float = 2.0  # of a sequence
+    model_gain: float = 1.3  # of the steps with a draft model's drafts
+    model_rest: Rest = field(default_factory=Rest)
+
+
+@dataclass(slots=True)
 class _Step:
     """What ``plan`` leaves for the calls after it."""
 
@@ -42,6 +54,9 @@ class _Step:
     row_ms: float = 0.0  # of one draft row, for the tokens before it, on average
     price: float = 0.0  # tokens that a millisecond is worth
     usual_rows: int = 0  # of a pass with the other sequences' drafts
+    crowd: _Crowd = field(default_factory=lambda: _Crowd())
+    model_rests: bool = False
+    model_is_used: bool = False  # not only tried
 
 
 class DraftController:
@@ -65,8 +80,7 @@ class DraftController:
         self._costs = KnownCosts(costs or DraftCosts())
         self._max_draft_tokens = max_draft_tokens
         self._records = DraftRecords()
-        self._gain = 1.5  # how many times the tokens per millisecond of no drafts, smoothed
-        self._draft_rows = 2.0  # of a sequence and step, smoothed
+        self._crowds: dict[int, _Crowd] = {}
         self._step = _Step()
 
     @property
@@ -100,20 +114,13 @@ class DraftController:
         step.fixed_ms = self._costs.step_overhead_ms + sum(first for first, _ in attention)
         step.row_ms = sum(further for _, further in attention) / len(states)
         passes = self._costs.passes(num_rows + most)
-        step.price = self._gain * len(states) / max(1e-9, step.fixed_ms + passes[num_rows])
-        step.usual_rows = num_rows + min(most, round(self._draft_rows * (len(states) - 1)))
+        crowd = step.crowd = self._crowds.setdefault(len(states).bit_length(), _Crowd())
+        step.model_rests = crowd.model_gain < 1.0 and not crowd.model_rest.is_due(_LONGEST_MODEL_REST)
+        step.price = max(1.0, crowd.gain) * len(states) / max(1e-9, step.fixed_ms + passes[num_rows])
+        step.usual_rows = num_rows + min(most, round(crowd.draft_rows * (len(states) - 1)))
         for state in states:
             self._records.sequence(state.sequence_id).step += 1
-        longest = min(most, max(limits))
-        # A chain goes on where one more token promises more than the row and the draft's own step are worth.
-        num_chain = min(longest, 1 + round(self._draft_rows))
-        row_ms = self._row_ms(num_chain) / max(1, num_chain)
-        drafted = self._costs.draft_ms(len(states), 2) - self._costs.draft_ms(len(states), 1)
-        min_survival = min(0.9, step.price * (row_ms + drafted / len(states)))
-        return [
-            DraftLimit(min(limit, most), min_survival ** (1 / self._records.shared(state.sequence_id, MODEL).sharpness))
-            for state, limit in zip(states, limits, strict=True)
-        ]
+        return [DraftLimit(min(limit, most)) for limit in limits]
 
     def value(self, sequence_id: int, draft: Draft) -> float:
         """Tokens that the best beginning of a draft gains in the planned step, less what its rows cost."""
@@ -123,34 +130,42 @@ class DraftController:
             best = max(best, gained - self._step.price * self._row_ms(num_tokens))
         return best
 
-    def model_pays(self, sequence_id: int, other_value: float) -> bool:
-        """Whether a draft model should guess for a sequence that has a draft of ``other_value`` without it.
+    def ask_model(self, sequence_id: int, other_value: float) -> DraftLimit:
+        """How far a draft model should guess for a sequence that has a draft of ``other_value`` without it.
 
-        It should where it gained more, of late, than the time was worth; otherwise now and then, to see.
+        Not at all where that gained less, of late, than the time was worth; but now and then a little, to see.
         """
-        source = self._records.source(sequence_id, MODEL)
-        if source.value > other_value:
-            return True
-        shared = self._records.shared(sequence_id, MODEL)
-        source.value += 0.02 * (shared.value - source.value)
-        return source.is_due(self._longest_rest)
+        source, shared = self._records.source(sequence_id, MODEL), self._chains_of_all(sequence_id)
+        if source.chains is None:
+            source.chains = ChainChoice(self._max_draft_tokens, shared)
+        if not self._step.model_rests:
+            if source.chains.value > other_value:
+                self._step.model_is_used = True
+                return DraftLimit(*source.chains.best())
+            source.chains.fade(shared, 0.02)
+            if not source.rest.is_due(self._longest_rest):
+                return DraftLimit(0)
+            return DraftLimit(min(2, self._max_draft_tokens))
+        return DraftLimit(0)
 
-    def model_guessed(self, sequence_id: int, draft: Draft, num_sequences: int) -> float:
-        """Learn what a draft model's guess was worth, its time included; the ``value`` of the draft.
+    def model_guessed(self, sequence_id: int, draft: Draft, limit: DraftLimit, num_sequences: int) -> float:
+        """Learn what a draft model's guess is worth, its time included; the ``value`` of the draft.
 
         ``num_sequences``: that it guessed for at once.
         """
-        value = self.value(sequence_id, draft)
-        draft_ms = self._costs.draft_ms(num_sequences, len(draft.token_ids) + 1) / num_sequences
-        net = value - self._step.price * draft_ms
-        source, shared = self._records.source(sequence_id, MODEL), self._records.shared(sequence_id, MODEL)
-        source.value += 0.2 * (net - source.value)
-        shared.value += 0.02 * (net - shared.value)
-        if source.value > 0:
-            source.used()
-        if draft.token_ids and not draft.parents:
-            shared.compare(confidences_of(draft), self._records.survivals(sequence_id, draft)[-1])
-        return value
+        source, shared = self._records.source(sequence_id, MODEL), self._chains_of_all(sequence_id)
+        ended = len(draft.token_ids) < limit.limit
+        claims, survivals = self._records.carried_on(
+            sequence_id, replace(draft, source=MODEL), limit.min_survival, self._max_draft_tokens, ended
+        )
+        row_costs, draft_costs = self._row_costs(), self._draft_costs(num_sequences)
+        if source.chains is None:
+            source.chains = ChainChoice(self._max_draft_tokens, shared)
+        source.chains.learn(claims, survivals, row_costs, draft_costs, 0.15 if source.chains.value > 0 else 0.5)
+        shared.learn(claims, survivals, row_costs, draft_costs, 0.02)
+        if source.chains.value > 0:
+            source.rest.used()
+        return self.value(sequence_id, draft)
 
     def trim(self, drafts: Sequence[Draft], draft_ms: float = 0.0) -> list[Draft]:
         """The part of the drafts that is worth verifying, in the order of ``plan``'s sequences.
@@ -187,8 +202,26 @@ class DraftController:
 
     @property
     def _longest_rest(self) -> int:
-        """All sequences of a step pay for one's probe, so that they are no more often than one in four steps."""
-        return max(_LONGEST_REST, 4 * len(self._step.states))
+        """All sequences of a step pay for one's probe, so all together probe no more often than one alone."""
+        return _LONGEST_REST * max(1, len(self._step.states))
+
+    def _chains_of_all(self, sequence_id: int) -> ChainChoice:
+        """The choice that a new sequence begins with."""
+        shared = self._records.shared(sequence_id, MODEL)
+        if shared.chains is None:
+            shared.chains = ChainChoice(self._max_draft_tokens)
+            promising = [0.75**num_tokens for num_tokens in range(1, self._max_draft_tokens + 1)]
+            shared.chains.learn(promising, promising, self._row_costs(), self._draft_costs(1), 1.0)
+        return shared.chains
+
+    def _row_costs(self) -> list[float]:
+        """[n]: what a draft of n tokens adds to the planned pass, in tokens."""
+        return [self._step.price * self._row_ms(num_tokens) for num_tokens in range(self._max_draft_tokens + 1)]
+
+    def _draft_costs(self, num_sequences: int) -> list[float]:
+        """[n]: a sequence's share of n steps of the draft model, in tokens."""
+        price = self._step.price / num_sequences
+        return [price * self._costs.draft_ms(num_sequences, steps) for steps in range(self._max_draft_tokens + 1)]
 
     def _row_ms(self, num_draft_tokens: int) -> float:
         """What a sequence's draft adds to the planned pass."""
@@ -210,8 +243,14 @@ class DraftController:
             if rate > best:
                 best, best_count = rate, count
         none = len(step.states) / max(1e-9, step.fixed_ms + passes[step.num_rows])
-        self._gain += _SMOOTHING * (best / none - self._gain)
-        self._draft_rows += _SMOOTHING * (best_count / len(step.states) - self._draft_rows)
+        crowd, gain = step.crowd, best / none
+        crowd.gain += _SMOOTHING * (gain - crowd.gain)
+        crowd.draft_rows += _SMOOTHING * (best_count / len(step.states) - crowd.draft_rows)
+        if step.model_is_used:
+            share = _SMOOTHING if crowd.model_gain >= 1.0 else 0.5  # below, this step was a trial
+            crowd.model_gain += share * (gain - crowd.model_gain)
+            if crowd.model_gain >= 1.0:
+                crowd.model_rest.used()
         return best_count
 
     def _probe(self, drafts: Sequence[Draft], kept: Sequence[list[int]], num_spare_rows: int) -> None:
@@ -220,9 +259,12 @@ class DraftController:
             if not draft.token_ids:
                 continue
             source = self._records.source(state.sequence_id, draft.source)
+            shared = self._records.shared(state.sequence_id, draft.source)
             if tokens:
-                source.used()
-            elif num_spare_rows > 0 and state.max_draft_tokens > 0 and source.is_due(self._longest_rest):
+                source.rest.used()
+                shared.rest_length -= shared.rest_length >> 3
+            elif num_spare_rows > 0 and state.max_draft_tokens > 0 and source.rest.is_due(self._longest_rest):
+                shared.rest_length = max(shared.rest_length, source.rest.length // 2)
                 tokens.append(0)
                 num_spare_rows = 0
 

@@ -5,53 +5,58 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 from outrider.draft.base import Draft
 from outrider.draft.calibration import UNKNOWN_CONFIDENCE, Calibration, Turn
+from outrider.draft.controller_chains import ChainChoice
+
+_WEAK_END = 0.6  # a chain's end was about this share of what it had to reach
 
 
-class SourceOfSequence:
-    """What one source's guesses were worth for one sequence, and how long it has gone without any."""
+class Rest:
+    """When to try again what is done without: after 1, 2, 4, ... steps, while that does not help."""
 
-    __slots__ = ("idle", "rest", "turn", "value")
+    __slots__ = ("_idle", "length")
 
-    def __init__(self, value: float) -> None:
-        self.turn = Turn()
-        self.value = value  # tokens that a draft of it gains a step, smoothed
-        self.rest = 1  # steps to go without before it is tried again
-        self.idle = 0  # steps gone without
+    def __init__(self, length: int = 1) -> None:
+        self._idle = 0  # steps gone without
+        self.length = length  # steps to go without before the next trial
 
-    def is_due(self, longest_rest: int) -> bool:
-        """One more step without it: whether it is to be tried in this one. Each time it rests twice as long."""
-        self.idle += 1
-        if self.idle <= self.rest:
+    def is_due(self, longest: int) -> bool:
+        """One more step without it: whether it is to be tried in this one."""
+        self._idle += 1
+        if self._idle <= self.length:
             return False
-        self.idle = 0
-        self.rest = min(2 * self.rest, longest_rest)
+        self._idle = 0
+        self.length = min(2 * self.length, longest)
         return True
 
     def used(self) -> None:
-        self.idle = 0
-        self.rest = 1
+        """A step with it. That it is worth it now and then does not say that it is worth trying in between."""
+        self._idle = 0
+        self.length -= self.length >> 3
+
+
+class SourceOfSequence:
+    """What one source's guesses were worth for one sequence."""
+
+    __slots__ = ("chains", "rest", "turn")
+
+    def __init__(self, rest_length: int) -> None:
+        self.turn = Turn()
+        self.rest = Rest(rest_length)
+        self.chains: ChainChoice | None = None  # of a draft model, once it was asked for
 
 
 @dataclass(slots=True)
 class SharedSource:
-    """What one source's guesses were worth for all sequences of one kind.
-
-    ``sharpness``: calibrated probabilities are about the drafter's own confidences to this power.
-    """
+    """What one source's guesses were worth for all sequences of one kind."""
 
     calibration: Calibration = field(default_factory=Calibration)
-    value: float = 1.0
-    sharpness: float = 1.0
-
-    def compare(self, confidences: Sequence[float], survival: float) -> None:
-        """Learn ``sharpness`` from a chain and the calibrated survival of its last token."""
-        claimed = math.fsum(math.log(min(1.0, max(1e-3, confidence))) for confidence in confidences)
-        if claimed < -0.05:
-            ratio = min(4.0, max(0.25, math.log(max(1e-9, survival)) / claimed))
-            self.sharpness += 0.05 * (ratio - self.sharpness)
+    chains: ChainChoice | None = None
+    rest_length: int = 1  # of a new sequence: where this did not pay for the last, it is not tried as often at first
 
 
 @dataclass(slots=True)
@@ -95,7 +100,7 @@ class DraftRecords:
         sequence = self.sequence(sequence_id)
         source = sequence.sources.get(name)
         if source is None:
-            source = sequence.sources[name] = SourceOfSequence(self.shared(sequence_id, name).value)
+            source = sequence.sources[name] = SourceOfSequence(self.shared(sequence_id, name).rest_length)
         source.turn.advance(sequence.step)
         return source
 
@@ -110,6 +115,23 @@ class DraftRecords:
             before = survivals[parent] if parent >= 0 else 1.0
             survivals.append(before * calibration.probability(confidence, depth, turn))
         return survivals
+
+    def carried_on(
+        self, sequence_id: int, draft: Draft, min_survival: float, max_tokens: int, ended: bool
+    ) -> tuple[list[float], list[float]]:
+        """A chain as it might have gone on to ``max_tokens``: the products of its confidences, claimed and calibrated.
+
+        ``ended``: whether it was ended by a token that brought the first product under ``min_survival``.
+        """
+        confidences = list(confidences_of(draft))[:max_tokens]
+        claimed = math.prod(confidences)
+        typical = claimed ** (1 / len(confidences)) if confidences else 0.5
+        if ended and len(confidences) < max_tokens:
+            confidences.append(_WEAK_END * min_survival / max(claimed, 1e-9))
+        confidences += [typical] * (max_tokens - len(confidences))
+        calibration = self.shared(sequence_id, draft.source).calibration
+        survivals = calibration.survivals(confidences, self.source(sequence_id, draft.source).turn)
+        return list(accumulate(confidences, mul)), survivals
 
     def observe(self, sequence_id: int, draft: Draft, num_accepted: int, path: Sequence[int] = ()) -> None:
         """Learn from those tokens of a draft that stood after accepted ones alone; the rest was never tried."""
