@@ -38,12 +38,14 @@ class HybridDrafter:
         self._free = list(drafters)
         self._model = model
         self._controller = controller
+        self._begun: set[int] = set()  # a model that is shown rows may know more sequences than these
 
     @property
     def name(self) -> str:
         return "+".join(drafter.name for drafter in self._all)
 
     def begin(self, sequence_id: int, prompt_token_ids: Sequence[int]) -> None:
+        self._begun.add(sequence_id)
         for drafter in self._all:
             drafter.begin(sequence_id, prompt_token_ids)
 
@@ -57,8 +59,14 @@ class HybridDrafter:
             drafter.extend(sequence_id, token_ids)
 
     def release(self, sequence_id: int) -> None:
-        for drafter in self._all:
-            drafter.release(sequence_id)
+        try:
+            if sequence_id in self._begun:
+                self._begun.remove(sequence_id)
+                for drafter in self._free:
+                    drafter.release(sequence_id)
+        finally:
+            if self._model is not None:
+                self._model.release(sequence_id)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft a request, in order, each from one of the drafters."""
@@ -94,7 +102,7 @@ class HybridDrafter:
             better = True
             if self._controller is not None:
                 limit = DraftLimit(request.max_draft_tokens, request.min_survival)
-                value = self._controller.model_guessed(request.sequence_id, draft, limit, len(asked))
+                value = self._controller.model_guessed(request.sequence_id, draft, limit)
                 better = value > values[index]
             if draft.token_ids and (better or not drafts[index].token_ids):
                 drafts[index] = draft

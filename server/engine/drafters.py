@@ -7,6 +7,7 @@ from pathlib import Path
 from outrider.draft.base import Drafter
 from outrider.draft.controller import DraftController
 from outrider.draft.eagle3 import Eagle3Head
+from outrider.draft.hybrid import PagedHybridDrafter
 from outrider.draft.independent import IndependentDraft
 from outrider.draft.model import DraftNetwork, ModelDrafter
 from outrider.draft.shipped import shipped_draft
@@ -60,4 +61,4 @@ def make_drafter(
     suffix = SuffixDrafter(SuffixDrafterConfig(min_match_tokens=settings.suffix_min_match))
     if network is None:
         return suffix
-    return ModelDrafter(network, operations)
+    return PagedHybridDrafter([suffix], ModelDrafter(network, operations), controller)
