@@ -100,4 +100,8 @@ class SuffixDrafter:
         if max_draft_tokens < 1 or (match := index.longest_match()) is None:
             return NO_DRAFT
         num_draft_tokens = min(max_draft_tokens, int(match.num_tokens * self._config.draft_per_match))
-        return Draft(index.continuation(match.end, num_draft_tokens)) if num_draft_tokens > 0 else NO_DRAFT
+        return (
+            Draft(index.continuation(match.end, num_draft_tokens), source=self.name)
+            if num_draft_tokens > 0
+            else NO_DRAFT
+        )

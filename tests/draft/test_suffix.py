@@ -124,7 +124,7 @@ def test_sequences_do_not_see_each_other() -> None:
     drafter.begin(2, [1, 2])
     assert drafter.propose([DraftRequest(2, 4), DraftRequest(1, 4)]) == [Draft(), Draft()]
     drafter.extend(1, [1, 2])
-    assert drafter.propose([DraftRequest(2, 4), DraftRequest(1, 4)]) == [Draft(), Draft((3, 4))]
+    assert drafter.propose([DraftRequest(2, 4), DraftRequest(1, 4)]) == [Draft(), Draft((3, 4), source="suffix")]
 
 
 class CountedToken(int):
