@@ -152,6 +152,7 @@ class CpuOperations:
             head_dim,
             sliding_window or 0,
             self._kv_format,
+            batch.tree_masks,
         )
 
     def paged_attention(
@@ -292,7 +293,8 @@ class CpuOperations:
         return drafted
 
     def copy_kv(self, cache: Tensor, source_slots: Sequence[int], destination_slots: Sequence[int]) -> None:
-        raise NotImplementedError("the native kernels cannot move tokens yet")
+        sources, destinations = np.array(source_slots, dtype=np.int64), np.array(destination_slots, dtype=np.int64)
+        self.machine.copy_kv(_bytes(cache), self._kv_format, sources, destinations)
 
 
 def _pack(weights: Sequence[Weight], quantize: str, bias: Tensor | None = None) -> _native.PackedLinear:

@@ -11,7 +11,12 @@ from torch import Tensor
 from outrider.kernels.operations import Operations, RaggedBatch, load_operations
 from outrider.kernels.token_trees import tree_paths
 
-OPERATIONS = {"reference": ("reference", "auto", "f32")}
+OPERATIONS = {
+    "reference": ("reference", "auto", "f32"),
+    "cpu, f32": ("cpu", "f32", "f32"),
+    "cpu, f16": ("cpu", "f16", "f16"),
+    "cpu, int8": ("cpu", "int8", "int8"),
+}
 CHAIN = [(2 << row) - 1 for row in range(7)]
 # Parents of rows, -1 for a root: a bush, several roots, a chain, the most rows there may be.
 PARENTS = {
@@ -52,7 +57,7 @@ def along(cache: PagedCache, sequence: int, num_cached: int, mask: int) -> Tenso
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 32), (2, 2, 12)])
 @pytest.mark.parametrize("window", [None, 3, 40])
-@pytest.mark.parametrize("page_size", [16, 5])
+@pytest.mark.parametrize("page_size", [16, 5, 64])
 def test_rows_of_a_tree_see_their_paths(
     kernels: tuple[Operations, str],
     num_heads: int,
@@ -89,16 +94,16 @@ def test_rows_of_a_tree_see_their_paths(
 
 
 @pytest.mark.parametrize("tree", PARENTS)
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("window", "page_size"), [(None, 16), (None, 64), (40, 16), (40, 7)])
 def test_a_row_of_a_tree_has_the_bits_of_its_path_as_a_chain(
-    kernels: tuple[Operations, str], tree: str, window: int | None
+    kernels: tuple[Operations, str], tree: str, window: int | None, page_size: int
 ) -> None:
     ops, _ = kernels
     own = masks(PARENTS[tree])
     for num_cached in (0, 13, 250, 300):
         lengths = [num_cached + len(own)]
         queries = random_queries(lengths, 9, 64)
-        cache = PagedCache(ops, lengths, 3, 64)
+        cache = PagedCache(ops, lengths, 3, 64, page_size)
         if num_cached:
             cache.attend(ops, queries, [(0, 0, num_cached)], window)
         result = cache.attend(ops, queries, [(0, num_cached, lengths[0])], window, {0: own})[0]

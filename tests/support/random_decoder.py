@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from paged_cache import PagedCache, Run, textbook_attention
+from paged_cache import PagedCache, Run, Trees, textbook_attention
 from stored_weights import FormedWeight, pack, random_weight
 from torch import Tensor
 
@@ -145,14 +145,19 @@ class RandomDecoder:
         return cache
 
     def inputs(
-        self, ops: Operations, pages: PagedCache, runs: list[Run], taps: tuple[int, ...] = ()
+        self,
+        ops: Operations,
+        pages: PagedCache,
+        runs: list[Run],
+        taps: tuple[int, ...] = (),
+        trees: Trees | None = None,
     ) -> tuple[Tensor, DecoderPass]:
         """The rows of ``runs``, and what their layers share."""
         residual, embeddings, cos, sin = (
             torch.cat([rows[sequence][start:stop] for sequence, start, stop in runs])
             for rows in (self.residuals, self.embeddings, self.cos, self.sin)
         )
-        kind, batch = self.kind, pages.batch(runs)
+        kind, batch = self.kind, pages.batch(runs, trees)
         full, window = (
             ops.plan_attention(batch, pages.page_size, kind.num_heads, kind.num_kv_heads, kind.head_dim, size)
             if wanted in kind.windows

@@ -76,23 +76,37 @@ struct HeadPages {
     const uint8_t* keys;  // of this head in page 0
     const uint8_t* values;
     int last_position;  // that anyone in the tile sees
-
-    size_t page_at(int position) const {
-        return static_cast<size_t>(page_table[position / layout->page_size]) * kv_page_bytes(*layout);
-    }
+    int path_start;     // from here on slots are the path's
+    const int64_t* path;
 };
+
+// A token: where its page starts, in bytes, and which of the page's it is.
+struct TokenPlace {
+    size_t page;
+    size_t offset;
+};
+
+OUTRIDER_HOT TokenPlace place_at(const HeadPages& pages, int position) {
+    const KvLayout& layout = *pages.layout;
+    if (position >= pages.path_start) {
+        const int64_t slot = pages.path[position - pages.path_start];
+        return {static_cast<size_t>(slot / layout.page_size) * kv_page_bytes(layout),
+                static_cast<size_t>(slot % layout.page_size)};
+    }
+    return {static_cast<size_t>(pages.page_table[position / layout.page_size]) * kv_page_bytes(layout),
+            static_cast<size_t>(position % layout.page_size)};
+}
 
 template <typename Element>
 inline void find_scales(const HeadPages& pages, int position, int vector, int count, KeyBlock<Element>& block) {
     const KvLayout& layout = *pages.layout;
-    const size_t page = pages.page_at(position);
-    const size_t at = page + static_cast<size_t>(layout.page_size) * layout.head_dim +
-                      position % layout.page_size * sizeof(float);
+    const TokenPlace place = place_at(pages, position);
+    const size_t at = place.page + static_cast<size_t>(layout.page_size) * layout.head_dim + place.offset * sizeof(float);
     std::memcpy(block.key_scales + vector, pages.keys + at, count * sizeof(float));
     std::memcpy(block.value_scales + vector, pages.values + at, count * sizeof(float));
 }
 
-// Copies 16 positions whose pages do not hold them side by side, or whose rows of values do not fill whole vectors.
+// Copies 16 positions that do not lie side by side in a page, or whose rows of values do not fill whole vectors.
 // Positions that nobody sees become zeros. keys: [head_dim][16]; values: [16][width].
 template <typename Element>
 inline void gather_vector(const HeadPages& pages, int position, int width, Element* keys, Element* values) {
@@ -101,10 +115,9 @@ inline void gather_vector(const HeadPages& pages, int position, int width, Eleme
     std::memset(keys, 0, sizeof(Element) * head_dim * kLanes);
     std::memset(values, 0, sizeof(Element) * width * kLanes);
     for (int lane = 0; lane < kLanes && position + lane <= pages.last_position; ++lane) {
-        const size_t page = pages.page_at(position + lane);
-        const size_t offset = (position + lane) % layout.page_size;
-        const Element* key = reinterpret_cast<const Element*>(pages.keys + page) + offset;
-        const Element* value = reinterpret_cast<const Element*>(pages.values + page) + offset * head_dim;
+        const TokenPlace place = place_at(pages, position + lane);
+        const Element* key = reinterpret_cast<const Element*>(pages.keys + place.page) + place.offset;
+        const Element* value = reinterpret_cast<const Element*>(pages.values + place.page) + place.offset * head_dim;
         for (int i = 0; i < head_dim; ++i) keys[i * kLanes + lane] = key[static_cast<size_t>(i) * layout.page_size];
         std::memcpy(values + lane * width, value, sizeof(Element) * head_dim);
     }
@@ -117,7 +130,8 @@ inline void find_block(const HeadPages& pages, int start, int end, int width, co
     constexpr bool kScaled = sizeof(Element) == sizeof(int8_t);
     const KvLayout& layout = *pages.layout;
     const int head_dim = layout.head_dim;
-    const bool in_place = layout.page_size % kLanes == 0 && width == head_dim;
+    const bool is_uniform = layout.page_size == kLanes || start + kKvBlock <= pages.path_start;
+    const bool in_place = layout.page_size % kLanes == 0 && width == head_dim && is_uniform;
     block.key_stride = in_place ? layout.page_size : kLanes;
     block.value_stride = width;
     const size_t vector_bytes = sizeof(Element) * head_dim * kLanes;
@@ -125,20 +139,21 @@ inline void find_block(const HeadPages& pages, int start, int end, int width, co
     for (int v = 0; v < kBlockVectors; ++v) {
         const int position = start + v * kLanes;
         if (position > pages.last_position) break;
-        if (in_place) {
-            const size_t page = pages.page_at(position), offset = position % layout.page_size;
-            block.keys[v] = reinterpret_cast<const Element*>(pages.keys + page) + offset;
-            block.values[v] = reinterpret_cast<const Element*>(pages.values + page) + offset * head_dim;
+        if (in_place && position + kLanes <= pages.path_start) {
+            const TokenPlace place = place_at(pages, position);
+            block.keys[v] = reinterpret_cast<const Element*>(pages.keys + place.page) + place.offset;
+            block.values[v] = reinterpret_cast<const Element*>(pages.values + place.page) + place.offset * head_dim;
             if constexpr (kScaled) find_scales(pages, position, v * kLanes, kLanes, block);
-            const int next = position + kKvBlock < end ? position + kKvBlock : position;
-            const size_t next_vector = next % layout.page_size / kLanes;  // a page's keys in order of memory
-            block.next_keys[v] = pages.keys + pages.page_at(next) + next_vector * vector_bytes;
+            const TokenPlace next = place_at(pages, position + kKvBlock < end ? position + kKvBlock : position);
+            const size_t next_vector = next.offset / kLanes;  // a page's keys in order of memory
+            block.next_keys[v] = pages.keys + next.page + next_vector * vector_bytes;
         } else {
             Element* keys = static_cast<Element*>(scratch.gathered_keys) + v * kLanes * head_dim;
             Element* values = static_cast<Element*>(scratch.gathered_values) + v * kLanes * width;
             gather_vector(pages, position, width, keys, values);
             block.keys[v] = keys;
             block.values[v] = values;
+            block.next_keys[v] = reinterpret_cast<const uint8_t*>(keys);
             for (int lane = 0; kScaled && lane < kLanes && position + lane <= pages.last_position; ++lane) {
                 find_scales(pages, position + lane, v * kLanes + lane, 1, block);
             }
@@ -160,7 +175,7 @@ inline void attend_split(const AttentionPass& pass, const AttentionLayer& layer,
     const size_t head = kv_head * kv_head_bytes(layout);
     const int last_position = tile.first_position + tile.num_rows - 1;
     const HeadPages pages = {&layout, pass.page_tables + tile.sequence * pass.page_table_stride, layer.keys + head,
-                             layer.values + head, last_position};
+                             layer.values + head, last_position, tile.path_start, pass.path_slots + tile.path};
     const int first = first_visible(tile.first_position, pass.window), split_start = split * kKvSplit;
     const int end = split_start + kKvSplit < last_position + 1 ? split_start + kKvSplit : last_position + 1;
     BlockShape shape = {0, tile.first_position, group, pass.window, layout.head_dim, width};

@@ -3,6 +3,9 @@
 // Rows are cut into tiles (consecutive positions of one sequence), keys into splits of `kKvSplit` positions counted
 // from the sequence's start. What a row computes is fixed by its own position: its splits one by one, each block by
 // block, folded together in ascending order. Tiles and items say who computes it and when, and change no bit.
+//
+// A row of a token tree is a tile of its own. Behind the cached tokens its keys lie where its path says, and are read in
+// the order of the path: so it computes what it would at the end of a chain.
 #pragma once
 
 #include "kv_cache.h"
@@ -13,6 +16,8 @@ constexpr int kKvBlock = 64;   // positions that share one step of the online so
 constexpr int kKvSplit = 256;  // positions that one partial result covers; a multiple of kKvBlock
 constexpr int kTileQueries = 48;
 
+constexpr int32_t kNoPath = INT32_MAX;
+
 struct AttentionTile {
     int32_t sequence;  // row of the page tables
     int32_t first_row;  // of the pass
@@ -22,6 +27,8 @@ struct AttentionTile {
     int32_t num_splits;  // that any of its rows sees
     int32_t counter;    // of KV head 0 in AttentionPass::counters; -1 if its items take all splits at once
     int64_t partials;   // where its partial results start in AttentionPass::partials, in floats
+    int32_t path_start;  // the first position whose slot is on its path, and not in the page table; kNoPath if none is
+    int64_t path;        // where its path starts in AttentionPass::path_slots
 };
 
 // All query heads of one KV head, the rows of one tile, a run of its splits.
@@ -42,6 +49,7 @@ struct AttentionPass {
     const AttentionTile* tiles;
     float* partials;    // [plan's num_partial_floats]
     int32_t* counters;  // [plan's counters], splits that are still missing: each layer leaves them as it found them
+    const int64_t* path_slots;
 };
 
 struct AttentionLayer {

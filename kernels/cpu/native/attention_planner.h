@@ -8,12 +8,30 @@
 
 namespace outrider {
 
+// Which rows a pass computes; see RaggedBatch in kernels/operations.py.
+struct RaggedRows {
+    int num_sequences;
+    const int32_t* cu_seqlens_q;  // [num_sequences + 1]
+    const int32_t* seq_lens;      // [num_sequences]
+    const int32_t* page_tables;   // [num_sequences][page_table_stride]
+    int64_t page_table_stride;
+    const int64_t* slots;        // [num_rows], page * page_size + offset
+    const uint64_t* tree_masks;  // [num_rows], or null: every sequence is a run
+
+    int num_rows() const { return cu_seqlens_q[num_sequences]; }
+    bool is_tree(int sequence) const {
+        const int first = cu_seqlens_q[sequence];
+        return tree_masks != nullptr && first < cu_seqlens_q[sequence + 1] && tree_masks[first] != 0;
+    }
+};
+
 struct AttentionPlan {
     std::vector<AttentionTile> tiles;
     std::vector<AttentionItem> items;
     std::vector<int32_t> chunks;    // items chunks[i] to chunks[i + 1] - 1 are one thread's bite
     std::vector<int32_t> counters;  // as AttentionPass::counters must be at the start
     size_t num_partial_floats = 0;
+    std::vector<int64_t> path_slots;  // of all rows of trees, each from the root down
 };
 
 // Query-key pairs that are not worth sharing out among threads: about a microsecond's work.
@@ -24,26 +42,53 @@ static inline int64_t attention_work(const AttentionTile& tile, int group) {
     return keys * tile.num_rows * group;
 }
 
-// cu_seqlens_q: [num_sequences + 1]; seq_lens: [num_sequences], tokens after this pass. window: 0 for none.
-static inline AttentionPlan plan_attention(const int32_t* cu_seqlens_q, const int32_t* seq_lens, int num_sequences,
-                                           const KvLayout& layout, int num_heads, int window, int num_threads) {
+static inline AttentionTile attention_tile(int sequence, int first_row, int num_rows, int position, int window) {
+    const int first_split = first_visible(position, window) / kKvSplit;
+    const int last_split = (position + num_rows - 1) / kKvSplit;
+    return {sequence, first_row, num_rows, position, first_split, last_split - first_split + 1, -1, 0, kNoPath, 0};
+}
+
+// A tile for each row, and its path: the slots of its ancestors, whose masks are part of its own, and its own.
+static inline void add_tree(const RaggedRows& rows, int sequence, int window, AttentionPlan& plan) {
+    const int first_row = rows.cu_seqlens_q[sequence], num_rows = rows.cu_seqlens_q[sequence + 1] - first_row;
+    const int num_cached = rows.seq_lens[sequence] - num_rows;
+    for (int row = 0; row < num_rows; ++row) {
+        const auto path = static_cast<int64_t>(plan.path_slots.size());
+        for (int other = 0; other <= row; ++other) {
+            if (rows.tree_masks[first_row + row] >> other & 1) plan.path_slots.push_back(rows.slots[first_row + other]);
+        }
+        const int depth = static_cast<int>(static_cast<int64_t>(plan.path_slots.size()) - path) - 1;
+        plan.tiles.push_back(attention_tile(sequence, first_row + row, 1, num_cached + depth, window));
+        plan.tiles.back().path_start = num_cached;
+        plan.tiles.back().path = path;
+    }
+}
+
+static inline void add_run(const RaggedRows& rows, int sequence, int window, int tile_rows, AttentionPlan& plan) {
+    const int first_row = rows.cu_seqlens_q[sequence], num_rows = rows.cu_seqlens_q[sequence + 1] - first_row;
+    const int num_tiles = (num_rows + tile_rows - 1) / tile_rows;
+    for (int i = num_tiles - 1; i >= 0; --i) {  // the longest first, so that threads end together
+        const int start = static_cast<int>(static_cast<int64_t>(num_rows) * i / num_tiles);
+        const int end = static_cast<int>(static_cast<int64_t>(num_rows) * (i + 1) / num_tiles);
+        const int position = rows.seq_lens[sequence] - num_rows + start;
+        plan.tiles.push_back(attention_tile(sequence, first_row + start, end - start, position, window));
+    }
+}
+
+// window: 0 for none.
+static inline AttentionPlan plan_attention(const RaggedRows& rows, const KvLayout& layout, int num_heads, int window,
+                                           int num_threads) {
     AttentionPlan plan;
     const int group = attention_group(num_heads, layout), tile_rows = attention_tile_rows(num_heads, layout);
-    int64_t total_work = 0;
-    for (int sequence = 0; sequence < num_sequences; ++sequence) {
-        const int first_row = cu_seqlens_q[sequence], num_rows = cu_seqlens_q[sequence + 1] - first_row;
-        const int num_tiles = (num_rows + tile_rows - 1) / tile_rows;
-        for (int i = num_tiles - 1; i >= 0; --i) {  // the longest first, so that threads end together
-            const int start = static_cast<int>(static_cast<int64_t>(num_rows) * i / num_tiles);
-            const int end = static_cast<int>(static_cast<int64_t>(num_rows) * (i + 1) / num_tiles);
-            const int position = seq_lens[sequence] - num_rows + start;
-            const int first_split = first_visible(position, window) / kKvSplit;
-            const int last_split = (position + end - start - 1) / kKvSplit;
-            plan.tiles.push_back({sequence, first_row + start, end - start, position, first_split,
-                                  last_split - first_split + 1, -1, 0});
-            total_work += attention_work(plan.tiles.back(), group) * layout.num_kv_heads;
+    for (int sequence = 0; sequence < rows.num_sequences; ++sequence) {
+        if (rows.is_tree(sequence)) {
+            add_tree(rows, sequence, window, plan);
+        } else {
+            add_run(rows, sequence, window, tile_rows, plan);
         }
     }
+    int64_t total_work = 0;
+    for (const AttentionTile& tile : plan.tiles) total_work += attention_work(tile, group) * layout.num_kv_heads;
     const int64_t fair_share = total_work / (4 * std::max(num_threads, 1)) + 1;
     for (size_t t = 0; t < plan.tiles.size(); ++t) {
         AttentionTile& tile = plan.tiles[t];

@@ -7,23 +7,10 @@
 
 #include "activations.h"
 #include "checks.h"
-#include "decoder.h"
+#include "each_row.h"
 
 namespace outrider {
 namespace {
-
-// Runs row_work(row) for each row, several rows a chunk.
-template <typename RowWork>
-void each_row(Machine& machine, py::ssize_t num_rows, RowWork row_work) {
-    constexpr int kRows = 4;
-    const int rows = static_cast<int>(num_rows);
-    const py::gil_scoped_release release;
-    machine.pool.run([=](Team& team) {
-        team.parallel_for((rows + kRows - 1) / kRows, [&](int chunk) {
-            for (int row = chunk * kRows; row < std::min(rows, (chunk + 1) * kRows); ++row) row_work(row);
-        });
-    });
-}
 
 void linear(Machine& machine, const Array<float>& x, const std::shared_ptr<PackedLinear>& packed, Array<float>& to) {
     const Panels& panels = packed->panels();
@@ -181,69 +168,9 @@ void probabilities(Machine& machine, const Array<float>& logits, const Array<int
     });
 }
 
-std::shared_ptr<PassPlan> plan_pass(const Machine& machine, const Array<int32_t>& cu_seqlens_q,
-                                    const Array<int32_t>& seq_lens, const Array<int32_t>& page_tables,
-                                    const Array<int64_t>& slot_mapping, int page_size, int num_heads, int num_kv_heads,
-                                    int head_dim, int window, const std::string& format) {
-    const py::ssize_t num_sequences = seq_lens.size();
-    require(page_size > 0, "page_size must be positive, not " + std::to_string(page_size));
-    require(window >= 0, "window must be 0 (none) or more, not " + std::to_string(window));
-    require_heads(num_heads, num_kv_heads, head_dim);
-    require_shape(page_tables, {num_sequences, axis_size(page_tables, 1)}, "page_tables");
-    require_rows(cu_seqlens_q, seq_lens, page_tables.shape(1) * page_size);
-    const int num_rows = cu_seqlens_q.at(num_sequences);
-    require_shape(slot_mapping, {num_rows}, "slot_mapping");
-    const RaggedRows rows = {static_cast<int>(num_sequences), cu_seqlens_q.data(),  seq_lens.data(),
-                             page_tables.data(),              page_tables.shape(1), slot_mapping.data()};
-    const KvLayout layout = {page_size, num_kv_heads, head_dim, kv_format(format)};
-    const auto plan = make_pass_plan(rows, layout, num_heads, window, machine.pool.num_threads());
-    plan->num_pages = required_pages(page_tables, slot_mapping, page_size);
-    return plan;
-}
-
-void write_kv(Machine& machine, const Array<float>& key, const Array<float>& value, Array<uint8_t>& keys,
-              Array<uint8_t>& values, const std::shared_ptr<PassPlan>& plan) {
-    const KvLayout& layout = plan->layout;
-    const py::ssize_t num_rows = static_cast<py::ssize_t>(plan->slots.size());
-    require_shape(key, {num_rows, layout.num_kv_heads, layout.head_dim}, "key");
-    require_shape(value, {num_rows, layout.num_kv_heads, layout.head_dim}, "value");
-    require_cache(keys, *plan, "keys");
-    require_cache(values, *plan, "values");
-    const float *key_rows = key.data(), *value_rows = value.data();
-    uint8_t *key_cache = keys.mutable_data(), *value_cache = values.mutable_data();
-    const size_t size = static_cast<size_t>(layout.num_kv_heads) * layout.head_dim;
-    const Kernels* kernels = &machine.kernels;
-    each_row(machine, num_rows, [=](int row) {
-        kernels->write_kv(plan->layout, plan->slots[row], key_rows + row * size, value_rows + row * size, key_cache,
-                          value_cache);
-    });
-}
-
-void attention(Machine& machine, const Array<float>& query, const Array<uint8_t>& keys, const Array<uint8_t>& values,
-               float scale, const std::shared_ptr<PassPlan>& plan, Array<float>& to) {
-    const py::ssize_t num_rows = static_cast<py::ssize_t>(plan->slots.size());
-    require_shape(query, {num_rows, plan->num_heads, plan->layout.head_dim}, "query");
-    require_shape(to, {num_rows, plan->num_heads, plan->layout.head_dim}, "to");
-    require_cache(keys, *plan, "keys");
-    require_cache(values, *plan, "values");
-    const int64_t stride = static_cast<int64_t>(plan->num_heads) * plan->layout.head_dim;
-    const AttentionLayer layer = {query.data(), stride, scale, keys.data(), values.data(), to.mutable_data(), stride};
-    const size_t scratch_stride = (plan->scratch_floats() + 15) / 16 * 16;
-    const auto scratch = machine.scratch(scratch_stride * sizeof(float));
-    const Kernels* kernels = &machine.kernels;
-    const py::gil_scoped_release release;
-    machine.pool.run([=](Team& team) {
-        team.parallel_for(plan->num_chunks(), [&](int chunk) {
-            float* own = reinterpret_cast<float*>(scratch->bytes()) + team.thread() * scratch_stride;
-            for (int item = plan->attention.chunks[chunk]; item < plan->attention.chunks[chunk + 1]; ++item) {
-                kernels->attend_item(plan->pass(), layer, plan->attention.items[item], own);
-            }
-        });
-    });
-}
-
 }  // namespace
 
+void bind_attention(py::module_& module, py::class_<Machine, std::shared_ptr<Machine>>& machine);
 void bind_ceilings(py::module_& module);
 void bind_decoder(py::module_& module);
 void bind_draft(py::module_& module);
@@ -260,8 +187,8 @@ PYBIND11_MODULE(_native, module) {
         },
         py::arg("address"), py::arg("num_bytes"));
 
-    py::class_<Machine, std::shared_ptr<Machine>>(module, "Machine")
-        .def(py::init<int, const std::string&>(), py::arg("num_threads"), py::arg("instruction_set"))
+    py::class_<Machine, std::shared_ptr<Machine>> machine(module, "Machine");
+    machine.def(py::init<int, const std::string&>(), py::arg("num_threads"), py::arg("instruction_set"))
         .def_property_readonly("num_threads", [](const Machine& machine) { return machine.pool.num_threads(); })
         .def_property_readonly("instruction_set",
                                [](const Machine& machine) { return machine.kernels.instruction_set; })
@@ -275,17 +202,10 @@ PYBIND11_MODULE(_native, module) {
         .def("race_candidates", &race_candidates, py::arg("logits").noconvert(), py::arg("temperature"),
              py::arg("draw"), py::arg("ids").noconvert(), py::arg("token_map").noconvert() = py::none())
         .def("probabilities", &probabilities, py::arg("logits").noconvert(), py::arg("indices").noconvert(),
-             py::arg("temperatures").noconvert(), py::arg("to").noconvert())
-        .def("plan_pass", &plan_pass, py::arg("cu_seqlens_q"), py::arg("seq_lens"), py::arg("page_tables"),
-             py::arg("slot_mapping"), py::arg("page_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
-             py::arg("head_dim"), py::arg("window"), py::arg("kv_format"))
-        .def("write_kv", &write_kv, py::arg("key").noconvert(), py::arg("value").noconvert(),
-             py::arg("keys").noconvert(), py::arg("values").noconvert(), py::arg("plan").none(false))
-        .def("attention", &attention, py::arg("query").noconvert(), py::arg("keys").noconvert(),
-             py::arg("values").noconvert(), py::arg("scale"), py::arg("plan").none(false), py::arg("to").noconvert());
+             py::arg("temperatures").noconvert(), py::arg("to").noconvert());
 
     bind_weights(module);
-    py::class_<PassPlan, std::shared_ptr<PassPlan>>(module, "PassPlan");
+    bind_attention(module, machine);
     bind_decoder(module);
     bind_draft(module);
     bind_ceilings(module);

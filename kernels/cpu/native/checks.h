@@ -67,6 +67,27 @@ inline void require_rows(const Array<int32_t>& cu_seqlens_q, const Array<int32_t
     }
 }
 
+// Masks must be token trees: a row's own bit, and all of the mask of the row it follows.
+inline void require_trees(const Array<uint64_t>& tree_masks, const Array<int32_t>& cu_seqlens_q) {
+    const py::ssize_t num_sequences = cu_seqlens_q.size() - 1;
+    require_shape(tree_masks, {cu_seqlens_q.at(num_sequences)}, "tree_masks");
+    for (py::ssize_t i = 0; i < num_sequences; ++i) {
+        const uint64_t* masks = tree_masks.data() + cu_seqlens_q.at(i);
+        const int num_rows = cu_seqlens_q.at(i + 1) - cu_seqlens_q.at(i);
+        if (std::all_of(masks, masks + num_rows, [](uint64_t mask) { return mask == 0; })) continue;
+        require(num_rows <= 64, "sequence " + std::to_string(i) + " has a tree of " + std::to_string(num_rows) +
+                                    " rows; 64 are the most");
+        for (int row = 0; row < num_rows; ++row) {
+            const uint64_t others = masks[row] & ~(uint64_t{1} << row);
+            int parent = row - 1;
+            while (parent >= 0 && !(others >> parent & 1)) --parent;
+            require((masks[row] >> row & 1) && others == (parent >= 0 ? masks[parent] : 0),
+                    "row " + std::to_string(row) + " of sequence " + std::to_string(i) + " has tree mask " +
+                        std::to_string(masks[row]) + "; it must be its own bit and all of its parent's");
+        }
+    }
+}
+
 // How many pages a cache must have for all that the tables and slots name.
 inline int64_t required_pages(const Array<int32_t>& page_tables, const Array<int64_t>& slots, int page_size) {
     int64_t num_pages = 0;

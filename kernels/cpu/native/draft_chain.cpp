@@ -179,7 +179,8 @@ std::shared_ptr<PassPlan> DraftChain::plan(const DraftChains& chains, int step, 
         slots[row] = table[position / page_size] * static_cast<int64_t>(page_size) + position % page_size;
         std::copy_n(table, stride, page_tables.data() + row * stride);
     }
-    const RaggedRows rows = {num_rows, cu_seqlens_q.data(), seq_lens.data(), page_tables.data(), stride, slots.data()};
+    const RaggedRows rows = {num_rows, cu_seqlens_q.data(), seq_lens.data(), page_tables.data(),
+                             stride,   slots.data(),        nullptr};
     return make_pass_plan(rows, chains.layout, model_.decoder->shape().num_heads, window,
                           model_.machine->pool.num_threads());
 }

@@ -9,18 +9,6 @@
 
 namespace outrider {
 
-// Which rows a pass computes; see RaggedBatch in kernels/operations.py.
-struct RaggedRows {
-    int num_sequences;
-    const int32_t* cu_seqlens_q;  // [num_sequences + 1]
-    const int32_t* seq_lens;      // [num_sequences]
-    const int32_t* page_tables;   // [num_sequences][page_table_stride]
-    int64_t page_table_stride;
-    const int64_t* slots;  // [num_rows], page * page_size + offset
-
-    int num_rows() const { return cu_seqlens_q[num_sequences]; }
-};
-
 struct PassPlan {
     KvLayout layout;
     int num_heads;
@@ -34,7 +22,7 @@ struct PassPlan {
 
     AttentionPass pass() {
         return {layout,           num_heads,       window, page_tables.data(), page_table_stride, attention.tiles.data(),
-                partials.data(), attention.counters.data()};
+                partials.data(), attention.counters.data(), attention.path_slots.data()};
     }
     int num_chunks() const { return static_cast<int>(attention.chunks.size()) - 1; }
     size_t scratch_floats() const { return attention_scratch_floats(num_heads, layout); }
@@ -51,8 +39,7 @@ inline std::shared_ptr<PassPlan> make_pass_plan(const RaggedRows& rows, const Kv
     plan->page_tables.assign(rows.page_tables, rows.page_tables + rows.num_sequences * rows.page_table_stride);
     plan->page_table_stride = rows.page_table_stride;
     plan->num_pages = 0;
-    plan->attention = plan_attention(rows.cu_seqlens_q, rows.seq_lens, rows.num_sequences, layout, num_heads, window,
-                                     num_threads);
+    plan->attention = plan_attention(rows, layout, num_heads, window, num_threads);
     plan->partials.resize(plan->attention.num_partial_floats);
     return plan;
 }

@@ -46,7 +46,20 @@ def plan(**changes: Any) -> _native.PassPlan:
     }
     for name in ("cu_seqlens_q", "seq_lens", "page_tables", "slot_mapping"):
         values[name] = np.array(values[name], dtype=np.int64 if name == "slot_mapping" else np.int32)
+    if "tree_masks" in values:
+        values["tree_masks"] = np.array(values["tree_masks"], dtype=np.uint64)
     return MACHINE.plan_pass(**values)
+
+
+def tree(masks: list[int]) -> _native.PassPlan:
+    n = len(masks)
+    slots = [*range(4, 4 + n)]
+    return plan(cu_seqlens_q=[0, n], seq_lens=[n], page_tables=[[1] * 20], slot_mapping=slots, tree_masks=masks)
+
+
+def move(sources: list[int], destinations: list[int], kv_format: str = "f32", width: int = 32) -> None:
+    own = np.zeros((1, 2, 2, 4, 1, width), dtype=np.uint8)
+    MACHINE.copy_kv(own, kv_format, np.array(sources), np.array(destinations))
 
 
 def cache(num_pages: int = 2, width: int = 32) -> np.ndarray:
@@ -150,6 +163,8 @@ def test_what_fits_is_taken() -> None:
     write_kv()
     decode(layer(), layer(query_key_norm=floats(3, 8), has_window=True), window=plan(window=2))
     decode(wide_layer(), layer(), embeddings=floats(1, 16), taps=[2, 0], tapped=floats(1, 32))
+    tree([1, 3, 5, 11])
+    move([4, 5], [6, 4])
     chain()
     chain(limits=np.array([1]), page_tables=np.array([[0, 0]], np.int32))  # a single token writes nothing
 
@@ -207,6 +222,19 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "missing slot": (lambda: plan(slot_mapping=[]), "slot_mapping must be"),
     "negative page": (lambda: plan(page_tables=[[-1, 0]]), "negative page"),
     "negative slot": (lambda: plan(slot_mapping=[-1]), "negative slot"),
+    "mask of few rows": (lambda: plan(tree_masks=[1, 1]), r"tree_masks must be \[1\]"),
+    "mask without itself": (lambda: plan(tree_masks=[2]), "must be its own bit and all of its parent's"),
+    "tree of orphans": (lambda: tree([1, 2, 5, 12]), "row 3 of sequence 0 has tree mask 12; it must be"),
+    "tree of too many": (lambda: tree([1] * 65), "a tree of 65 rows; 64 are the most"),
+    "move from nowhere": (lambda: move([8], [4]), "slots 0 to 7, not 8"),
+    "move to nowhere": (lambda: move([4], [-1]), "slots 0 to 7, not -1"),
+    "move into nothing": (lambda: move([4], [3]), "the null page is never written"),
+    "move of two to one": (lambda: move([4, 5], [6]), r"destination_slots must be \[2\]"),
+    "move in another format": (lambda: move([4], [5], "int8", 3), "of another format than int8"),
+    "move in a flat cache": (
+        lambda: MACHINE.copy_kv(np.zeros(8, np.uint8), "f32", np.array([4]), np.array([5])),
+        "cache must have six axes",
+    ),
     "other query": (lambda: attend(floats(1, 3, 8)), "query must be"),
     "page beyond": (lambda: attend(plan=plan(page_tables=[[1, 2]])), "needs page 2, and the cache has 2 pages"),
     "slot beyond": (lambda: write_kv(plan=plan(slot_mapping=[8])), "needs page 2, and the cache has 2 pages"),

@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.kernels.composed_decoder import ComposedDecoder
 from outrider.kernels.cpu import _native
 from outrider.kernels.cpu.operations import CpuOperations
+from outrider.kernels.operations import DecoderPass, PackedDecoder
 
 INSTRUCTION_SETS = _native.instruction_sets()
 KV_FORMATS = ["f32", "f16", "int8"]
@@ -176,3 +177,42 @@ def test_taps_are_the_residual_stream_between_layers(kind: str) -> None:
         ComposedDecoder(model.layers, model.kind.shape).run(ops, residual, cut_cache, composed)
         assert composed.tapped is not None
         assert same_bits(composed.tapped, decoder_pass.tapped)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "mixed, windows, biases"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_token_trees_go_through_the_fused_decoder(kind: str, kv_format: str) -> None:
+    """Rows of a tree, a chain written as a tree, and a run, in one pass, on every instruction set."""
+    model = RandomDecoder(KINDS[kind], LENGTHS)
+    trees = {1: [1, 3, 5, 11, 21, 43, 1 << 6], 3: [(2 << row) - 1 for row in range(6)]}
+    runs: list[Run] = [(0, 0, 3), (1, 60, 67), (2, 0, 20), (3, 290, 296)]
+
+    def tree_pass(isa: str, num_threads: int, fused: bool) -> tuple[Tensor, Tensor]:
+        ops = operations(kv_format, isa, num_threads)
+        pages = model.pages(ops)
+        cache, decoder = model.fresh_cache(pages), ops.pack_decoder(model.layers, model.kind.shape)
+        ops.decode(*_around(model.inputs(ops, pages, [(1, 0, 60), (3, 0, 290)]), decoder, cache))
+        arguments = _around(model.inputs(ops, pages, runs, trees=trees), decoder, cache)
+        if fused:
+            return ops.decode(*arguments), cache.view(torch.uint8)
+        residual, _, _, decoder_pass = arguments
+        composed = ComposedDecoder(model.layers, model.kind.shape)
+        return composed.run(ops, residual, cache, decoder_pass), cache.view(torch.uint8)
+
+    expected, expected_cache = tree_pass(INSTRUCTION_SETS[0], 2, fused=False)
+    for isa, num_threads in [(INSTRUCTION_SETS[0], 1), *((isa, 2) for isa in INSTRUCTION_SETS)]:
+        result, cache = tree_pass(isa, num_threads, fused=True)
+        assert same_bits(result, expected), (isa, num_threads)
+        assert torch.equal(cache, expected_cache), (isa, num_threads)
+    _, causal = run_steps(model, operations(kv_format), [[(1, 0, 60), (3, 0, 290)], runs])[0]
+    assert same_bits(expected[-6:], causal[-6:]), "a chain written as a tree"
+    assert same_bits(expected[:3], causal[:3])
+    assert same_bits(expected[10:30], causal[10:30])
+    assert not same_bits(expected[3:10], causal[3:10])
+
+
+def _around(
+    inputs: tuple[Tensor, DecoderPass], decoder: PackedDecoder, cache: Tensor
+) -> tuple[Tensor, PackedDecoder, Tensor, DecoderPass]:
+    residual, decoder_pass = inputs
+    return residual, decoder, cache, decoder_pass
