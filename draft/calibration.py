@@ -69,10 +69,14 @@ class Calibration:
 
     def survivals(self, confidences: Sequence[float], turn: Turn) -> list[float]:
         """Of each token of a chain, the probability that it and all before it are accepted."""
-        survival = 1.0
-        survivals = []
-        for position, confidence in enumerate(confidences):
-            survival *= self.probability(confidence, position, turn)
+        knots, positions, mean = self._knots, self._positions, turn.mean
+        doubt = 1.0 / math.sqrt(1.0 + math.pi / 8 * turn.variance)
+        survival, survivals = 1.0, []
+        for position, confidence in enumerate(confidences):  # as ``probability``, without the calls
+            knot, share = _place(confidence)
+            log_odds = knots[knot] + share * (knots[knot + 1] - knots[knot]) + mean
+            log_odds += positions[position] if position < _NUM_POSITIONS else positions[-1]
+            survival *= _probability(log_odds * doubt)
             survivals.append(survival)
         return survivals
 

@@ -37,7 +37,7 @@ class DraftLimit:
 class _Crowd:
     """What drafts gained with about so many sequences: how many times the tokens per millisecond of none, smoothed."""
 
-    gain: float = 1.3
+    gain: float = 1.0
     draft_rows: float = 2.0  # of a sequence
     model_gain: float = 1.3  # of the steps with a draft model's drafts
     model_rest: Rest = field(default_factory=Rest)
@@ -55,6 +55,8 @@ class _Step:
     price: float = 0.0  # tokens that a millisecond is worth
     usual_rows: int = 0  # of a pass with the other sequences' drafts
     crowd: _Crowd = field(default_factory=lambda: _Crowd())
+    row_costs: list[float] = field(default_factory=list)
+    draft_costs: list[float] = field(default_factory=list)
     model_rests: bool = False
     model_is_used: bool = False  # not only tried
 
@@ -125,9 +127,12 @@ class DraftController:
     def value(self, sequence_id: int, draft: Draft) -> float:
         """Tokens that the best beginning of a draft gains in the planned step, less what its rows cost."""
         best = gained = 0.0
-        for num_tokens, survival in enumerate(self._records.survivals(sequence_id, draft), 1):
+        survivals = self._records.survivals(sequence_id, draft)
+        if draft.parents:
+            survivals = sorted(survivals, reverse=True)
+        for survival, cost in zip(survivals, self._row_costs()[1:], strict=False):
             gained += survival
-            best = max(best, gained - self._step.price * self._row_ms(num_tokens))
+            best = max(best, gained - cost)
         return best
 
     def ask_model(self, sequence_id: int, other_value: float) -> DraftLimit:
@@ -148,21 +153,18 @@ class DraftController:
             return DraftLimit(min(2, self._max_draft_tokens))
         return DraftLimit(0)
 
-    def model_guessed(self, sequence_id: int, draft: Draft, limit: DraftLimit, num_sequences: int) -> float:
-        """Learn what a draft model's guess is worth, its time included; the ``value`` of the draft.
-
-        ``num_sequences``: that it guessed for at once.
-        """
+    def model_guessed(self, sequence_id: int, draft: Draft, limit: DraftLimit) -> float:
+        """Learn what a draft model's guess is worth, its time included; the ``value`` of the draft."""
         source, shared = self._records.source(sequence_id, MODEL), self._chains_of_all(sequence_id)
         ended = len(draft.token_ids) < limit.limit
         claims, survivals = self._records.carried_on(
-            sequence_id, replace(draft, source=MODEL), limit.min_survival, self._max_draft_tokens, ended
+            sequence_id, draft, limit.min_survival, self._max_draft_tokens, ended
         )
-        row_costs, draft_costs = self._row_costs(), self._draft_costs(num_sequences)
         if source.chains is None:
             source.chains = ChainChoice(self._max_draft_tokens, shared)
-        source.chains.learn(claims, survivals, row_costs, draft_costs, 0.15 if source.chains.value > 0 else 0.5)
-        shared.learn(claims, survivals, row_costs, draft_costs, 0.02)
+        gains = shared.gains(claims, survivals, self._row_costs(), self._draft_costs())
+        source.chains.learn(gains, 0.15 if source.chains.value > 0 else 0.5)
+        shared.learn(gains, 0.02)
         if source.chains.value > 0:
             source.rest.used()
         return self.value(sequence_id, draft)
@@ -211,23 +213,32 @@ class DraftController:
         if shared.chains is None:
             shared.chains = ChainChoice(self._max_draft_tokens)
             promising = [0.75**num_tokens for num_tokens in range(1, self._max_draft_tokens + 1)]
-            shared.chains.learn(promising, promising, self._row_costs(), self._draft_costs(1), 1.0)
+            gains = shared.chains.gains(promising, promising, self._row_costs(), self._draft_costs())
+            shared.chains.learn(gains, 1.0)
         return shared.chains
 
     def _row_costs(self) -> list[float]:
         """[n]: what a draft of n tokens adds to the planned pass, in tokens."""
-        return [self._step.price * self._row_ms(num_tokens) for num_tokens in range(self._max_draft_tokens + 1)]
-
-    def _draft_costs(self, num_sequences: int) -> list[float]:
-        """[n]: a sequence's share of n steps of the draft model, in tokens."""
-        price = self._step.price / num_sequences
-        return [price * self._costs.draft_ms(num_sequences, steps) for steps in range(self._max_draft_tokens + 1)]
-
-    def _row_ms(self, num_draft_tokens: int) -> float:
-        """What a sequence's draft adds to the planned pass."""
         step = self._step
-        passes = self._costs.passes(step.usual_rows + num_draft_tokens)
-        return passes[step.usual_rows + num_draft_tokens] - passes[step.usual_rows] + step.row_ms * num_draft_tokens
+        if not step.row_costs:
+            usual, price = step.usual_rows, step.price
+            passes = self._costs.passes(usual + self._max_draft_tokens)
+            step.row_costs = [
+                price * (passes[usual + num_tokens] - passes[usual] + step.row_ms * num_tokens)
+                for num_tokens in range(self._max_draft_tokens + 1)
+            ]
+        return step.row_costs
+
+    def _draft_costs(self) -> list[float]:
+        """[n]: a sequence's share of n steps of the draft model, if all take part, in tokens."""
+        step, num_sequences = self._step, len(self._step.states)
+        if not step.draft_costs:
+            price = step.price / num_sequences
+            step.draft_costs = [
+                price * self._costs.draft_ms(num_sequences, num_steps)
+                for num_steps in range(self._max_draft_tokens + 1)
+            ]
+        return step.draft_costs
 
     def _best_num_rows(self, survivals: Sequence[float], draft_ms: float) -> int:
         """How many of the likeliest tokens make the most tokens per millisecond."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # Products of the drafter's own confidences, under which a chain may be ended.
-LEAST_SURVIVALS = (0.03, 0.12, 0.25, 0.4, 0.6)
+LEAST_SURVIVALS = (0.03, 0.15, 0.35, 0.6)
 
 
 class ChainChoice:
@@ -31,39 +31,41 @@ class ChainChoice:
         index = self._values.index(max(self._values))
         return index % self._max + 1, LEAST_SURVIVALS[index // self._max]
 
-    def learn(
+    def gains(
         self,
         claims: Sequence[float],
         survivals: Sequence[float],
         row_costs: Sequence[float],
         draft_costs: Sequence[float],
-        share: float,
-    ) -> None:
-        """Move every value by ``share`` towards what its pair had gained with this chain.
+    ) -> list[float]:
+        """What every pair had gained with one chain, in tokens, all costs taken off.
 
         ``claims``: for each of ``max_draft_tokens`` tokens the product of the drafter's confidences so far.
         ``survivals``: the same of calibrated probabilities.
         ``row_costs``: [n]: what n tokens' rows cost; ``draft_costs``: [n]: n steps of the draft; in tokens.
         """
-        gains = [0.0]  # [n]: of the best beginning of the first n tokens
+        best_beginnings = [0.0]  # [n]: of the first n tokens
         gained = best = 0.0
         for num_tokens, survival in enumerate(survivals, 1):
             gained += survival
-            best = max(best, gained - row_costs[num_tokens])
-            gains.append(best)
-        values, keep, index = self._values, 1.0 - share, 0
+            if gained - row_costs[num_tokens] > best:
+                best = gained - row_costs[num_tokens]
+            best_beginnings.append(best)
+        whole = [best - cost for best, cost in zip(best_beginnings, draft_costs, strict=True)]
+        gains: list[float] = []
         for least in LEAST_SURVIVALS:
-            net = 0.0
-            ended = False
-            for limit in range(1, self._max + 1):
-                if not ended:
-                    ended = claims[limit - 1] < least  # found out by computing this token, which is left out then
-                    net = share * (gains[limit - 1 if ended else limit] - draft_costs[limit])
-                values[index] = keep * values[index] + net
-                index += 1
+            length = 0
+            while length < self._max and claims[length] >= least:
+                length += 1
+            gains += whole[1 : length + 1]
+            if length < self._max:  # found out by computing one more, which is left out
+                gains += [best_beginnings[length] - draft_costs[length + 1]] * (self._max - length)
+        return gains
+
+    def learn(self, gains: Sequence[float], share: float) -> None:
+        """Move every value by ``share`` towards what its pair had gained."""
+        self._values = [value + share * (gain - value) for value, gain in zip(self._values, gains, strict=True)]
 
     def fade(self, other: ChainChoice, share: float) -> None:
         """Move every value by ``share`` towards the other's."""
-        self._values = [
-            mine + share * (theirs - mine) for mine, theirs in zip(self._values, other._values, strict=True)
-        ]
+        self.learn(other._values, share)

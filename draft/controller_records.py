@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-from outrider.draft.base import Draft
+from outrider.draft.base import NO_DRAFT, Draft
 from outrider.draft.calibration import UNKNOWN_CONFIDENCE, Calibration, Turn
 from outrider.draft.controller_chains import ChainChoice
 
@@ -64,6 +64,7 @@ class FollowedSequence:
     sampled: bool = False
     step: int = 0
     sources: dict[str, SourceOfSequence] = field(default_factory=dict)
+    last_survivals: tuple[tuple[Draft, int], list[float]] = field(default_factory=lambda: ((NO_DRAFT, -1), []))
 
 
 class DraftRecords:
@@ -106,6 +107,15 @@ class DraftRecords:
 
     def survivals(self, sequence_id: int, draft: Draft) -> list[float]:
         """Of each token, the probability that it and all before it in its draft are accepted."""
+        sequence = self.sequence(sequence_id)
+        draft_and_step, survivals = sequence.last_survivals
+        if draft_and_step[0] is draft and draft_and_step[1] == sequence.step:  # asked for again in the same step
+            return survivals
+        survivals = self._survivals(sequence_id, draft)
+        sequence.last_survivals = ((draft, sequence.step), survivals)
+        return survivals
+
+    def _survivals(self, sequence_id: int, draft: Draft) -> list[float]:
         calibration = self.shared(sequence_id, draft.source).calibration
         turn = self.source(sequence_id, draft.source).turn
         if not draft.parents:

@@ -112,7 +112,12 @@ class SimulatedDrafter:
 
     def spent_ms(self) -> float:
         """What the chains since the last call cost: nothing, if they are not a model's."""
-        spent = draft_ms(len(self._chains), max(self._chains, default=0)) if self.name == "model" else 0.0
+        spent = 0.0
+        if self.name == "model" and self._chains:
+            spent = 0.2
+            for step in range(max(self._chains)):
+                num_alive = sum(num_steps > step for num_steps in self._chains)
+                spent += draft_ms(num_alive, step + 1) - draft_ms(num_alive, step) - 0.2 * (step == 0)
         self._chains.clear()
         return spent
 
