@@ -15,7 +15,8 @@
 ``kernel_table.h``
 ``thread_pool.*``          phases, chunks, and no waiting for a thread that lost its core
 ``decoder.*``              all layers in one call
-``bindings.cpp``           what Python sees; ``checks.h`` refuses what would not fit
+``draft_chain.*``          a draft's chain of tokens in one call
+``bind*.cpp``              what Python sees; ``checks.h`` refuses what would not fit
 =========================  ================================================================================
 
 What holds everywhere:
@@ -26,6 +27,9 @@ AVX-512 and NEON agree bit for bit, and the plain one is the others' test.
 
 *Row invariance.* A group of 32 products is added in integers, exactly; groups, keys and blocks of keys are added in an
 order that the row's own length fixes. Tiles, chunks and threads say who computes, never what.
+
+*A path of a token tree is a chain.* A row reads its keys in the order of its path, wherever they lie, so its bits are
+those of the same tokens one after the other.
 
 *Weights keep their own form.* Four-bit weights stay unsigned nibbles with the file's scales and minima; a lane is an
 output channel, so nothing is summed across lanes. Activations are int8 with a scale for each row and group of 32.

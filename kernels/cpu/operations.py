@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from outrider.kernels.cpu import _native
 from outrider.kernels.cpu.availability import selected_instruction_set, usable_cpus
+from outrider.kernels.cpu.native_layer import NativeLayer
 from outrider.kernels.cpu.weight_formats import packed_form
 from outrider.kernels.draft_model import ChainLimits, DraftedTokens, DraftModel, PackedDraft
 from outrider.kernels.operations import (
@@ -30,22 +29,6 @@ from outrider.kernels.operations import (
 
 _KV_DTYPES = {"f32": torch.float32, "f16": torch.float16, "int8": torch.int8}
 _SCALE_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class NativeLayer:
-    """A ``DecoderLayer`` as the native decoder reads it, attribute by attribute."""
-
-    input_norm: npt.NDArray[np.float32]
-    qkv: PackedLinear
-    query_key_norm: npt.NDArray[np.float32] | None
-    attention_output: PackedLinear
-    mlp_norm: npt.NDArray[np.float32]
-    gate_up: PackedLinear
-    down: PackedLinear
-    has_window: bool
-    embedding_norm: npt.NDArray[np.float32] | None
-    norm_before_residual: bool
 
 
 class CpuOperations:
@@ -164,21 +147,6 @@ class CpuOperations:
         return result
 
     def pack_decoder(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> _native.Decoder:
-        native: list[Any] = [
-            NativeLayer(
-                input_norm=_array(layer.input_norm),
-                qkv=layer.qkv,
-                query_key_norm=None if layer.query_key_norm is None else _array(layer.query_key_norm),
-                attention_output=layer.attention_output,
-                mlp_norm=_array(layer.mlp_norm),
-                gate_up=layer.gate_up,
-                down=layer.down,
-                has_window=layer.has_window,
-                embedding_norm=None if layer.embedding_norm is None else _array(layer.embedding_norm),
-                norm_before_residual=layer.norm_before_residual,
-            )
-            for layer in layers
-        ]
         return _native.Decoder(
             self.machine,
             shape.hidden_size,
@@ -187,7 +155,7 @@ class CpuOperations:
             shape.head_dim,
             shape.rms_norm_eps,
             shape.attention_scale,
-            native,
+            [NativeLayer.of(layer) for layer in layers],
         )
 
     def decode(

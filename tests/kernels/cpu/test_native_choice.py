@@ -66,6 +66,40 @@ def test_few_run_a_race(ops: CpuOperations) -> None:
     assert max(counts) < 5_000
 
 
+@pytest.mark.parametrize("vocab_size", [1, 15, 17, 1003])
+def test_the_race_of_a_reduced_vocabulary_takes_the_numbers_of_its_ids(ops: CpuOperations, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(vocab_size, generator=generator) * 2
+    token_map = torch.randperm(49_152, generator=generator)[:vocab_size]
+    weights = np.exp(logits.numpy().astype(np.float64))
+    for seed in range(200):
+        times = exponentials(seed, 9, Purpose.TARGET, token_map.numpy()) / weights
+        candidates = ops.race_candidates(logits, 1.0, draw(seed, 9, Purpose.TARGET), token_map).tolist()
+        assert int(times.argmin()) in candidates
+        assert candidates == sorted(set(candidates))
+        assert len(candidates) < vocab_size or vocab_size < 20
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 63, 64, 65, 1000, 8192])
+def test_a_probability_is_the_softmaxs_and_the_same_in_any_company(ops: CpuOperations, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(9, vocab_size, generator=generator) * 5
+    logits[3, : vocab_size - 1] = -torch.inf
+    indices = torch.randint(0, vocab_size, (9,), generator=generator)
+    temperatures = torch.tensor([0.0, 1.0, 0.3, 0.7, 2.0, 0.0, 1e-3, 50.0, 1.0])
+    heat = torch.where(temperatures > 0, temperatures, 1.0).double()[:, None]
+    expected = (logits.double() / heat).softmax(-1).gather(1, indices[:, None])[:, 0]
+    for operations in (ops, REFERENCE):
+        together = operations.probabilities(logits, indices, temperatures)
+        assert together.dtype == torch.float32
+        assert torch.allclose(together.double(), expected, rtol=1e-4, atol=1e-30)
+        for row in range(9):
+            alone = operations.probabilities(logits[row : row + 1], indices[row : row + 1], temperatures[row : row + 1])
+            assert torch.equal(alone, together[row : row + 1])
+    best = CpuOperations(2).probabilities(logits, indices, temperatures)
+    assert torch.equal(best, ops.probabilities(logits, indices, temperatures)), "instruction sets differ"
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_nobody_runs_where_no_choice_can_be_made(ops: CpuOperations, bad: float) -> None:
     logits = torch.zeros(100)
