@@ -42,7 +42,9 @@ class HybridDrafter:
 
     @property
     def name(self) -> str:
-        return "+".join(drafter.name for drafter in self._all)
+        """Of those that guess for every sequence."""
+        names = [drafter.name for drafter in self._all]
+        return "+".join([name for name in names if name != "prediction"] or names)
 
     def begin(self, sequence_id: int, prompt_token_ids: Sequence[int]) -> None:
         self._begun.add(sequence_id)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_MAX_OTHERS = 6
+
 
 class Match(NamedTuple):
     """The last ``num_tokens`` tokens also ended at position ``end``."""
@@ -68,6 +70,21 @@ class SuffixIndex:
         """What followed position ``end``, repeated periodically where it runs into the end of the sequence."""
         followers = self._tokens[end + 1 : end + 1 + num_tokens]
         return tuple(followers[index % len(followers)] for index in range(num_tokens))
+
+    def agreement(self, end: int) -> tuple[int, int]:
+        """Of the most recent other occurrences of the last ``min_match_tokens`` tokens, at most 6: how many went on
+        as the one at ``end`` did, and how many did not."""
+        tokens = self._tokens
+        follower = tokens[end + 1]
+        agree = differ = 0
+        other = self._previous[len(tokens) - 1]
+        while other >= 0 and agree + differ < _MAX_OTHERS:
+            if tokens[other + 1] == follower:
+                agree += other != end
+            else:
+                differ += 1
+            other = self._previous[other]
+        return agree, differ
 
     def _append(self, token_id: int) -> None:
         tokens, match = self._tokens, self._match

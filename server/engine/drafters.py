@@ -7,9 +7,11 @@ from pathlib import Path
 from outrider.draft.base import Drafter
 from outrider.draft.controller import DraftController
 from outrider.draft.eagle3 import Eagle3Head
-from outrider.draft.hybrid import PagedHybridDrafter
+from outrider.draft.history import TenantHistories
+from outrider.draft.hybrid import HybridDrafter, PagedHybridDrafter
 from outrider.draft.independent import IndependentDraft
 from outrider.draft.model import DraftNetwork, ModelDrafter
+from outrider.draft.prediction import PredictionDrafter
 from outrider.draft.shipped import shipped_draft
 from outrider.draft.speculators import is_speculator
 from outrider.draft.suffix import SuffixDrafter, SuffixDrafterConfig
@@ -56,9 +58,10 @@ def make_drafter(
     """The drafter that the (resolved) ``settings`` ask for, over ``network`` where it draws on a draft model."""
     if settings.drafter == "none" or settings.max_draft_tokens == 0:
         return None
-    if network is not None and settings.drafter == "model":
-        return ModelDrafter(network, operations)
-    suffix = SuffixDrafter(SuffixDrafterConfig(min_match_tokens=settings.suffix_min_match))
+    drafters: list[Drafter] = [PredictionDrafter()]
+    if settings.drafter != "model":
+        histories = TenantHistories() if settings.suffix_history else None
+        drafters.append(SuffixDrafter(SuffixDrafterConfig(min_match_tokens=settings.suffix_min_match), histories))
     if network is None:
-        return suffix
-    return PagedHybridDrafter([suffix], ModelDrafter(network, operations), controller)
+        return HybridDrafter(drafters, None, controller)
+    return PagedHybridDrafter(drafters, ModelDrafter(network, operations), controller)

@@ -118,13 +118,37 @@ def test_longer_matches_draft_further() -> None:
     assert lengths == [0, 3, 4, 6, 7, 8, 8]
 
 
+def confidences(token_ids: Sequence[int]) -> tuple[float, ...]:
+    (draft,) = follow(SuffixDrafterConfig(), token_ids).propose([DraftRequest(1, 8)])
+    assert len(draft.confidences) == len(draft.token_ids)
+    return draft.confidences
+
+
+def test_longer_matches_are_surer_and_a_guess_is_surer_the_more_came_true_before_it() -> None:
+    text = list(range(100, 120))
+    firsts = [confidences([*text, *text[:matched]])[0] for matched in range(1, 12)]
+    assert firsts == sorted(firsts)
+    assert 0.1 < firsts[0] < 0.3 < 0.75 < firsts[-1] < 1
+    along = confidences([*text, *text[:8]])
+    assert list(along) == sorted(along)
+
+
+def test_what_followed_more_often_is_surer() -> None:
+    agreeing = confidences([1, 7, 2, 1, 7, 3, 1, 7, 4, 1])[0]
+    alone = confidences([5, 7, 2, 6, 7, 3, 1, 7, 4, 1])[0]
+    differing = confidences([1, 8, 2, 1, 9, 3, 1, 7, 4, 1])[0]
+    assert differing < alone < agreeing
+
+
 def test_sequences_do_not_see_each_other() -> None:
     drafter = SuffixDrafter()
     drafter.begin(1, [1, 2, 3, 4])
     drafter.begin(2, [1, 2])
     assert drafter.propose([DraftRequest(2, 4), DraftRequest(1, 4)]) == [Draft(), Draft()]
     drafter.extend(1, [1, 2])
-    assert drafter.propose([DraftRequest(2, 4), DraftRequest(1, 4)]) == [Draft(), Draft((3, 4), source="suffix")]
+    nothing, found = drafter.propose([DraftRequest(2, 4), DraftRequest(1, 4)])
+    assert nothing == Draft()
+    assert (found.token_ids, found.source) == ((3, 4), "suffix")
 
 
 class CountedToken(int):
@@ -168,9 +192,9 @@ def test_no_token_costs_more_than_a_constant(text: list[int]) -> None:
     for token_id in text:
         drafter.extend(1, [CountedToken(token_id)])
         propose(drafter, 8)
-    # A search looks at no more than 50 pairs, twice with the look ahead; hashing an n-gram and dropping the
-    # oldest cost a few each.
-    assert CountedToken.num_uses <= (2 * 50 + 30) * len(text)
+    # A search looks at no more than 50 pairs, twice with the look ahead; hashing an n-gram, dropping the oldest and
+    # asking six other occurrences cost a few each.
+    assert CountedToken.num_uses <= (2 * 50 + 36) * len(text)
 
 
 def test_a_search_along_a_long_match_is_cut_short_and_uses_it() -> None:
