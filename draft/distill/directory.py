@@ -58,6 +58,11 @@ class RunDirectory:
         return self.work / "training.safetensors"
 
     @property
+    def dtype(self) -> Path:
+        """Holds the name of the dtype that the run computes in, once it is chosen."""
+        return self.work / "dtype"
+
+    @property
     def validation(self) -> Path:
         return self.work / "validation.json"
 

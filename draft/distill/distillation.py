@@ -15,7 +15,7 @@ from outrider.draft.distill.continuation import Generate
 from outrider.draft.distill.conversations import Conversation, ConversationSampler
 from outrider.draft.distill.corpus import Corpus
 from outrider.draft.distill.dense_target import DenseTarget, fastest_dtype, tap_layers
-from outrider.draft.distill.directory import RunDirectory
+from outrider.draft.distill.directory import RunDirectory, write_text
 from outrider.draft.distill.generation import Generation
 from outrider.draft.distill.head import HeadShape, begin_from_target
 from outrider.draft.distill.progress import Progress
@@ -108,7 +108,7 @@ def train_head(
         if progress.is_done:
             return TrainedHead(shape, found, token_map, coverage, taps, progress)
     longest = max(len(conversation.token_ids) for conversation in (*dialogues.learned, *dialogues.held_out))
-    target = DenseTarget(checkpoint, fastest_dtype(config, device), device, longest)
+    target = DenseTarget(checkpoint, _dtype(directory, settings, config, device), device, longest)
     head = begin_from_target(shape, target, token_map, settings.seed)
     max_seconds = settings.minutes * 60 * (GENERATION_SHARE + TRAINING_SHARE) - dialogues.seconds
     # Generating may have taken longer than its share, to have two dialogues at least; training gets some time always.
@@ -117,6 +117,18 @@ def train_head(
     trainer.run(dialogues.learned, dialogues.held_out, report)
     found = {name: weight.detach().cpu() for name, weight in head.weights.items()}
     return TrainedHead(shape, found, token_map, coverage, taps, trainer.progress)
+
+
+def _dtype(
+    directory: RunDirectory, settings: DistillSettings, config: ModelConfig, device: torch.device
+) -> torch.dtype:
+    """What the run computes in: once it is chosen, it stays."""
+    name = settings.dtype
+    if name == "auto" and directory.dtype.exists():
+        name = directory.dtype.read_text(encoding="utf-8")
+    found = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(name) or fastest_dtype(config, device)
+    write_text(directory.dtype, str(found).removeprefix("torch."))
+    return found
 
 
 def head_shape(settings: DistillSettings, config: ModelConfig, draft_vocab_size: int) -> HeadShape:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 MAX_LAYERS = 2
+DTYPES = ("auto", "bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class DistillSettings:
     unroll: int = 3  # steps of a chain that are trained
     directness: float = 0.0  # part of the gradient that is acceptance's own; the rest is the divergence's
     learning_rate: float = 2e-3
+    dtype: str = "auto"  # that is computed in; auto: whichever is faster, found out once a run
     batch_tokens: int = 2048  # rows of one training step
     max_turn_tokens: int = 200  # where a sampled question is cut
     max_answer_tokens: int = 192  # where an answer is cut
@@ -56,6 +58,7 @@ class DistillSettings:
         require(1 <= self.unroll <= 8, "unroll", "from 1 to 8")
         require(0.0 <= self.directness <= 1.0, "directness", "from 0 to 1")
         require(0.0 < self.learning_rate <= 1.0, "learning_rate", "more than 0 and at most 1")
+        require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         require(self.batch_tokens >= 16, "batch_tokens", "at least 16")
         require(self.max_turn_tokens >= 4, "max_turn_tokens", "at least 4")
         require(self.max_answer_tokens >= 4, "max_answer_tokens", "at least 4")

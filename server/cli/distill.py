@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.draft.distill.settings import DistillSettings
+from outrider.draft.distill.settings import DTYPES, DistillSettings
 from outrider.server.bench import report
 from outrider.server.bench.prompts import InvalidWorkload, Prompt, load_prompts
 from outrider.server.cli.bench import natural, positive
@@ -90,6 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--num-threads", metavar="N", type=natural, default=0, help="0: one per core")
     how.add_argument(
         "--save-every", metavar="SECONDS", type=float, default=60.0, help="what a kill costs of the training at most"
+    )
+
+    how.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=defaults(DistillSettings)["dtype"],
+        help="what training computes in; auto: whichever is faster here, found out once",
     )
 
 

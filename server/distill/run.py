@@ -14,7 +14,7 @@ import torch
 
 from outrider.draft.distill.card import Acceptance, Card
 from outrider.draft.distill.directory import RunDirectory, write_text
-from outrider.draft.distill.distillation import Dialogues, TrainedHead, generate_dialogues, train_head
+from outrider.draft.distill.distillation import Dialogues, TrainedHead, generate_dialogues, head_shape, train_head
 from outrider.draft.distill.export import write_draft
 from outrider.draft.distill.progress import Progress
 from outrider.draft.distill.settings import GENERATION_SHARE, TRAINING_SHARE, DistillSettings
@@ -62,6 +62,7 @@ class Run:
     Raises:
         RunRefused: the directory cannot be used.
         UnsupportedCheckpoint: the model cannot be used.
+        ValueError: the settings do not fit it.
         OSError: the directory cannot be written.
     """
 
@@ -71,6 +72,7 @@ class Run:
         self._path, self._name = model
         self._settings, self._machinery, self._watcher = settings, machinery, watcher
         self._checkpoint = open_checkpoint(self._path)
+        head_shape(settings, self._checkpoint.config, settings.draft_vocab)  # better refused now than after a night
         target = {"model": self._name, "fingerprint": self._checkpoint.fingerprint}
         self._directory = RunDirectory(out, settings, target)
         tokenizer = load_tokenizer(self._path)
