@@ -8,11 +8,19 @@ as rejection sampling would accept it (a certain guess passes with its probabili
 holds: the *text itself*, not only its distribution, is the same with every drafter, with every draft length and
 with none, in every batch and after every preemption. Same seed, same text.
 
-*Drafts with probabilities* go through speculative rejection sampling (Leviathan et al. 2023, algorithm 1; Chen
-et al. 2023, algorithm 2), which accepts more often when the guess was sampled. The text then has the target's
-distribution, and depends on the seed and on the drafts.
+*Coupled drafts* are the best of these. A drafter that has a distribution need not draw from it with numbers of its
+own: it runs the same race, ``sample(..., Purpose.TARGET)`` with the target's seed and position. Each id then has
+one exponential for both, and whoever wins the one race mostly wins the other: draft and target agree with
+probability at least ``(1 - d) / (1 + d)``, ``d`` the distance in total variation, where ``1 - d`` is the most any
+coupling can reach (Daliri, Musco & Suresh 2025, "Coupling without communication and drafter-invariant speculative
+decoding", theorem 1). To peek at these numbers biases nothing: what the target chooses is a function of them and
+of its own logits, and the guess is no part of it.
 
-At temperature 0 the distribution is a single token, and both come down to comparing with it.
+*Drafts with probabilities* go through speculative rejection sampling (Leviathan et al. 2023, algorithm 1; Chen
+et al. 2023, algorithm 2), or all at once through ``block``, which keep more of a guess that was drawn with the
+drafter's own numbers. The text then has the target's distribution, and depends on the seed and on the drafts.
+
+At temperature 0 the distribution is a single token, and all come down to comparing with it.
 """
 
 from __future__ import annotations
@@ -37,14 +45,6 @@ class Choice:
 
     token_id: int
     accepted: bool
-
-
-def num_matching(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> int:
-    """How many drafted tokens, from the first on, are the target's own choices."""
-    for index, (draft_id, target_id) in enumerate(zip(draft_token_ids, target_token_ids, strict=False)):
-        if draft_id != target_id:
-            return index
-    return min(len(draft_token_ids), len(target_token_ids))
 
 
 def sample(distribution: TokenDistribution, seed: int, position: int, purpose: Purpose) -> int:
@@ -81,24 +81,34 @@ def choose_by_match(target: TokenDistribution, draft_token_id: int | None, seed:
 
 def choose_by_rejection(
     target: TokenDistribution,
-    draft_token_id: int,
+    draft_token_ids: Sequence[int],
     draft_probs: npt.NDArray[np.float64],
     seed: int,
     position: int,
 ) -> Choice:
-    """Keep a token sampled from ``draft_probs`` ``[vocab_size]``, or recover one from what the draft left out.
+    """Keep one of the tokens drafted for a position, or recover one from what they leave out.
 
-    Probabilities from which the token cannot have been sampled are ignored: to match is always exact.
+    Candidates are tried in turn; each rejection leaves the next one only what the target has beyond the rejected
+    one's distribution (SpecInfer, Miao et al. 2024, algorithm 2). One candidate is plain rejection sampling.
+
+    ``draft_probs`` ``[num_candidates, vocab_size]``: what each was drawn from, given the candidates before it. So
+    candidates may be drawn with or without replacement: without, those before have probability 0 in the later rows.
+    Probabilities from which a token cannot have been drawn make all be matched instead, which is always exact.
     """
-    if not _could_have_drawn(draft_probs, draft_token_id):
-        return choose_by_match(target, draft_token_id, seed, position)
-    draft_probs = draft_probs / draft_probs.sum()
-    if uniform(seed, position, Purpose.ACCEPT) * draft_probs[draft_token_id] < target.prob(draft_token_id):
-        return Choice(draft_token_id, accepted=True)
-    return Choice(sample(_residual(target, draft_probs), seed, position, Purpose.RECOVER), accepted=False)
+    drafted = list(zip(draft_token_ids, draft_probs, strict=True))
+    if not drafted or not all(could_have_drawn(probs, token_id) for token_id, probs in drafted):
+        choice = choose_by_match(target, None, seed, position)
+        return Choice(choice.token_id, accepted=choice.token_id in draft_token_ids)
+    for trial, (token_id, probs) in enumerate(drafted):
+        probs = probs / probs.sum()
+        if uniform(seed, position, Purpose.ACCEPT, trial) * probs[token_id] < target.prob(token_id):
+            return Choice(token_id, accepted=True)
+        target = residual(target, probs)
+    return Choice(sample(target, seed, position, Purpose.RECOVER), accepted=False)
 
 
-def _could_have_drawn(draft_probs: npt.NDArray[np.float64], token_id: int) -> bool:
+def could_have_drawn(draft_probs: npt.NDArray[np.float64], token_id: int) -> bool:
+    """Whether ``draft_probs`` ``[vocab_size]`` are probabilities, and ``token_id`` has one."""
     return bool(
         0 <= token_id < len(draft_probs)
         and draft_probs[token_id] > 0.0
@@ -107,9 +117,9 @@ def _could_have_drawn(draft_probs: npt.NDArray[np.float64], token_id: int) -> bo
     )
 
 
-def _residual(target: TokenDistribution, draft_probs: npt.NDArray[np.float64]) -> TokenDistribution:
-    """``norm(max(target_probs - draft_probs, 0))``: the share of each token that drafts do not already fill."""
-    missing = target.probs - draft_probs[target.token_ids]
+def residual(target: TokenDistribution, draft_probs: npt.NDArray[np.float64], share: float = 1.0) -> TokenDistribution:
+    """``norm(max(share * target_probs - draft_probs, 0))``: what of each token drafts do not already fill."""
+    missing = share * target.probs - draft_probs[target.token_ids]
     kept = missing > 0.0
     if not kept.any():  # both are equal but for rounding, so the target itself is as good
         return target

@@ -4,10 +4,11 @@ A stream would hand a token whatever number comes next, and what comes next depe
 pass, how many guesses were tried before and whether the sequence was preempted. A function of the token's
 own place gives the same number however often and in whatever order it is asked.
 
-Each draw has one 64-bit number from Philox4x64-10 (Salmon et al. 2011): the seed is the key, position and
-purpose are words of the counter. A draw over token ids spreads it with the output function of SplitMix64
-(Steele et al. 2014), of which any element can be computed alone: a few candidates of a large vocabulary cost
-a few operations. From Philox only the raw output is used, which numpy keeps the same in every version.
+Each draw has one 64-bit number from Philox4x64-10 (Salmon et al. 2011): the seed is the key; position, purpose
+and, where one place needs several independent draws, ``trial`` are words of the counter. A draw over token ids
+spreads it with the output function of SplitMix64 (Steele et al. 2014), of which any element can be computed alone:
+a few candidates of a large vocabulary cost a few operations. From Philox only the raw output is used, which numpy
+keeps the same in every version.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ class Purpose(IntEnum):
     RECOVER = 3  # the token in place of a rejected one
 
 
-def uniform(seed: int, position: int, purpose: Purpose) -> float:
+def uniform(seed: int, position: int, purpose: Purpose, trial: int = 0) -> float:
     """A number in [0, 1).
 
-    ``seed``: 0 to 2**64 - 1; ``position``: the index, in prompt and output, of the token to be chosen.
+    ``seed``: 0 to 2**64 - 1; ``position``: the index, in prompt and output, of the token to be chosen;
+    ``trial``: which of the draws for this place, 0 to 2**64 - 1.
     """
-    return (draw(seed, position, purpose) >> 11) * _TO_UNIT
+    return (draw(seed, position, purpose, trial) >> 11) * _TO_UNIT
 
 
 def exponentials(
-    seed: int, position: int, purpose: Purpose, token_ids: npt.NDArray[np.int64]
+    seed: int, position: int, purpose: Purpose, token_ids: npt.NDArray[np.int64], trial: int = 0
 ) -> npt.NDArray[np.float64]:
     """Standard exponentials, finite and not negative, shaped like ``token_ids``: each id has its own in a draw."""
     bits = token_ids.astype(np.uint64)
     bits *= _GOLDEN_GAMMA
-    bits += np.uint64(draw(seed, position, purpose))
+    bits += np.uint64(draw(seed, position, purpose, trial))
     bits ^= bits >> np.uint64(30)
     bits *= np.uint64(0xBF58476D1CE4E5B9)
     bits ^= bits >> np.uint64(27)
@@ -58,9 +60,9 @@ def exponentials(
     return exponentials
 
 
-def draw(seed: int, position: int, purpose: Purpose) -> int:
+def draw(seed: int, position: int, purpose: Purpose, trial: int = 0) -> int:
     """The 64 bits from which a draw's other numbers are made."""
-    counter = np.array([0, 0, position, purpose], dtype=np.uint64)  # lowest word first
+    counter = np.array([0, trial, position, purpose], dtype=np.uint64)  # lowest word first
     philox = np.random.Philox(_Key(seed), counter=counter)  # type: ignore[arg-type]  # takes any ISeedSequence
     return int(philox.random_raw())
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +14,23 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.operations import Operations
-from outrider.verify.acceptance import Choice, choose_by_match, choose_by_rejection, num_matching, race
-from outrider.verify.distribution import target_distribution
-from outrider.verify.logits import LogitsProcessor
+from outrider.verify import tree
+from outrider.verify.acceptance import (
+    choose_by_match,
+    choose_by_rejection,
+    could_have_drawn,
+    race,
+)
+from outrider.verify.block import verify_block
+from outrider.verify.distribution import TokenDistribution
 from outrider.verify.logprobs import token_logprobs
 from outrider.verify.random_numbers import Purpose
+from outrider.verify.rows import ProcessedRows, UnusableRow, no_finite_logit
 from outrider.verify.sampling_params import SamplingParams, TokenLogprob
+from outrider.verify.typical import choose_typical
+
+RejectionSampleMethod = Literal["block", "standard"]
+Acceptance = Literal["lossless", "typical_lossy"]
 
 _NO_CHOICE = -1  # what argmax says of a row that cannot be chosen from
 
@@ -26,15 +39,20 @@ _NO_CHOICE = -1  # what argmax says of a row that cannot be chosen from
 class VerifyRequest:
     """One sequence's part of a pass: ``1 + len(draft_token_ids)`` rows of logits.
 
-    Row ``i`` is the model's prediction after prompt, output and the first ``i`` drafted tokens.
+    Row 0 is the model's prediction after prompt and output, row ``i + 1`` the one after drafted token ``i`` and those
+    that lead to it: all before it in a chain, its ancestors in a tree (``draft_parents``, as ``tree`` describes them).
     """
 
     params: SamplingParams
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # verified so far
     draft_token_ids: tuple[int, ...] = ()
-    draft_probs: Tensor | None = None  # [num_draft_tokens, vocab_size]; None: the guesses were not sampled
+    draft_probs: Tensor | None = None  # [num_draft_tokens, vocab_size]; None: not drawn, or drawn in the target's race
     eos_token_ids: tuple[int, ...] = ()
+    draft_parents: tuple[int, ...] = ()  # empty: a chain
+
+    def __post_init__(self) -> None:
+        assert not self.draft_parents or tree.is_tree(self.draft_parents, len(self.draft_token_ids))
 
     @property
     def num_rows(self) -> int:
@@ -45,64 +63,116 @@ class VerifyRequest:
         """Of the token that row 0 predicts."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    def candidates(self, row: int) -> Sequence[int]:
+        """The drafted tokens that ``row`` decides on, as indices into the draft."""
+        return tree.children(self.draft_parents, len(self.draft_token_ids), row)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What one pass adds to a sequence: the accepted drafted tokens, then one token more.
 
-    That one is the *bonus token* if all drafted tokens were accepted, the *recovered token* in place of the
-    first rejected one otherwise. With an ``error`` it is missing: the tokens before it stand, the sequence
-    cannot go on.
+    That one is the *bonus token* if the draft was accepted to its end, the *recovered token* in place of the first
+    rejected one otherwise. With an ``error`` it is missing: the tokens before it stand, the sequence cannot go on.
     """
 
     token_ids: tuple[int, ...]
     num_accepted: int
     logprobs: tuple[TokenLogprob, ...] = ()  # one a token, if the request asked for them
     error: str | None = None
+    path: tuple[int, ...] = ()  # of a tree: the accepted tokens as indices into the draft, in order
+
+    @property
+    def accepted_rows(self) -> tuple[int, ...]:
+        """The accepted tokens as indices into the draft, in order; in a chain they are its first."""
+        return self.path or tuple(range(self.num_accepted))
 
 
 class Sampler:
-    """Decides, for every sequence of a pass, which drafted tokens are kept and which token follows them."""
+    """Decides, for every sequence of a pass, which drafted tokens are kept and which token follows them.
 
-    def __init__(self, operations: Operations) -> None:
+    ``rejection_sample_method``: how chains with probabilities are verified (vLLM's names), ``block`` by block and
+    ``standard`` token by token. Trees with probabilities are always verified token by token. ``acceptance``:
+    ``typical_lossy`` gives up losslessness for requests with a temperature above 0 (see ``typical``).
+    """
+
+    def __init__(
+        self,
+        operations: Operations,
+        rejection_sample_method: RejectionSampleMethod = "block",
+        acceptance: Acceptance = "lossless",
+    ) -> None:
         self._operations = operations
+        self._rejection_sample_method = rejection_sample_method
+        self._is_lossless = acceptance == "lossless"
 
     def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         """One verdict a request. ``logits`` ``[sum of num_rows, vocab_size]``, rows in the requests' order.
 
-        A row is looked at only if every drafted token before it was accepted. A row that is looked at and
-        holds NaN, or no finite logit, ends its own request with an ``error`` and touches no other.
+        A row is looked at only if every drafted token before it was accepted, or in block verification may yet be.
+        A row that is looked at and holds NaN, or no finite logit, ends its own request with an ``error``, if what is
+        accepted reaches it, and touches no other.
         """
         rows_of = torch.split(logits, [request.num_rows for request in requests])
         greedy_choices = self._greedy_choices(logits, rows_of, requests)
         verdicts = []
         for request, rows, choices in zip(requests, rows_of, greedy_choices, strict=True):
-            if choices is not None:
-                verdict = _verify_greedy(request, choices)
-            elif request.draft_probs is None and request.params.draws_from_all and not request.params.changes_logits:
-                verdict = self._verify_race(request, rows)
-            else:
-                verdict = _verify_row_by_row(request, rows)
+            verdict = self._judge(request, rows, choices)
             num_top = request.params.logprobs
             if num_top is not None and verdict.token_ids:
-                rows = rows[: len(verdict.token_ids)]
-                logprobs = token_logprobs(self._operations, rows, verdict.token_ids, num_top)
+                taken = [0, *(index + 1 for index in verdict.accepted_rows)][: len(verdict.token_ids)]
+                logprobs = token_logprobs(self._operations, rows[taken], verdict.token_ids, num_top)
                 verdict = replace(verdict, logprobs=logprobs)
             verdicts.append(verdict)
         return verdicts
 
-    def _verify_race(self, request: VerifyRequest, rows: Tensor) -> Verdict:
-        """Draw, and go on to the next row as long as the token drawn is the drafted one."""
-        params, token_ids = request.params, list[int]()
-        for index, row in enumerate(rows):
-            position = request.position + index
-            token_id = race(self._operations, row, params.temperature, params.seed, position, Purpose.TARGET)
-            if token_id is None:
-                return _no_finite_logit(request, token_ids)
-            token_ids.append(token_id)
-            if index == len(request.draft_token_ids) or token_id != request.draft_token_ids[index]:
-                break
-        return Verdict(tuple(token_ids), num_accepted=len(token_ids) - 1)
+    def _judge(self, request: VerifyRequest, rows: Tensor, greedy_choices: Sequence[int] | None) -> Verdict:
+        params = request.params
+        if greedy_choices is not None:
+            return _follow(request, lambda row, position: greedy_choices[row])
+        probs = request.draft_probs
+        if probs is not None and (
+            params.is_greedy or not self._is_lossless or probs.shape != (request.num_rows - 1, rows.shape[1])
+        ):
+            probs = None
+        if probs is None and params.draws_from_all and not params.changes_logits and self._is_lossless:
+            return _follow(request, partial(self._race, params, rows))
+        processed = ProcessedRows(
+            params, request.prompt_token_ids, request.output_token_ids, request.eos_token_ids, rows
+        )
+        if probs is None:
+            return _follow(request, partial(self._choose, request, processed, None))
+        draft_probs = probs.to("cpu", torch.float64).numpy()
+        if request.draft_parents or self._rejection_sample_method == "standard":
+            return _follow(request, partial(self._choose, request, processed, draft_probs))
+        num_accepted, recovered_id = _judge_block(request, processed, draft_probs)
+        if recovered_id is not None:
+            return Verdict((*request.draft_token_ids[:num_accepted], recovered_id), num_accepted)
+        return _follow(request, partial(self._choose, request, processed, None), num_accepted)
+
+    def _race(self, params: SamplingParams, rows: Tensor, row: int, position: int) -> int | None:
+        return race(self._operations, rows[row], params.temperature, params.seed, position, Purpose.TARGET)
+
+    def _choose(
+        self,
+        request: VerifyRequest,
+        processed: ProcessedRows,
+        draft_probs: npt.NDArray[np.float64] | None,
+        row: int,
+        position: int,
+    ) -> int:
+        """The token after a row that is processed first, in one of the ways of ``acceptance`` and ``typical``."""
+        seed, target = request.params.seed, processed.target(row, position)
+        candidates = list(request.candidates(row))
+        token_ids = [request.draft_token_ids[index] for index in candidates]
+        if not self._is_lossless:
+            choice = choose_typical(target, token_ids, seed, position)
+        elif draft_probs is None:
+            choice = choose_by_match(target, None, seed, position)
+        else:
+            choice = choose_by_rejection(target, token_ids, draft_probs[candidates], seed, position)
+        processed.append(choice.token_id)
+        return choice.token_id
 
     def _greedy_choices(
         self, all_logits: Tensor, rows_of: Sequence[Tensor], requests: Sequence[VerifyRequest]
@@ -120,58 +190,46 @@ class Sampler:
         ]
 
 
-def _verify_greedy(request: VerifyRequest, choices: Sequence[int]) -> Verdict:
-    num_accepted = num_matching(request.draft_token_ids, choices)
-    token_ids = tuple(choices[: num_accepted + 1])
-    if _NO_CHOICE in token_ids:
-        return _no_finite_logit(request, token_ids[: token_ids.index(_NO_CHOICE)])
-    return Verdict(token_ids, num_accepted)
+def _follow(request: VerifyRequest, choose: Callable[[int, int], int | None], num_accepted: int = 0) -> Verdict:
+    """Choose, and go on to the row of the drafted token that was chosen, as long as there is one.
+
+    ``choose``: the token that follows a row, given the row and the token's position; None if the row is unusable.
+    ``num_accepted``: how many tokens of a chain are accepted already.
+    """
+    path = list(range(num_accepted))
+    while True:
+        row = path[-1] + 1 if path else 0
+        accepted = tuple(request.draft_token_ids[index] for index in path)
+        tree_path = tuple(path) if request.draft_parents else ()
+        position = request.position + len(path)
+        try:
+            token_id = choose(row, position)
+        except UnusableRow as problem:
+            return Verdict(accepted, len(path), error=str(problem), path=tree_path)
+        if token_id is None or token_id == _NO_CHOICE:
+            return Verdict(accepted, len(path), error=str(no_finite_logit(position)), path=tree_path)
+        matching = (index for index in request.candidates(row) if request.draft_token_ids[index] == token_id)
+        found = next(matching, None)
+        if found is None:
+            return Verdict((*accepted, token_id), len(path), path=tree_path)
+        path.append(found)
 
 
-def _verify_row_by_row(request: VerifyRequest, rows: Tensor) -> Verdict:
-    """Process a row, choose, and go on to the next as long as the choice is the drafted token."""
-    processor = LogitsProcessor(
-        request.params, request.prompt_token_ids, request.output_token_ids, request.eos_token_ids
-    )
-    token_ids: list[int] = []
-    for index, row in enumerate(rows.cpu().numpy()):
-        logits = row.astype(np.float64)
-        if not np.isfinite(logits.max()):
-            return _no_finite_logit(request, token_ids)
-        processor.process(logits)
-        if logits.max() == -np.inf:
-            return _failed(
-                token_ids,
-                f"min_tokens bans every token that could stand at position {request.position + index}; "
-                "lower min_tokens or name fewer stop_token_ids",
-            )
-        choice = _choose(request, index, logits)
-        token_ids.append(choice.token_id)
-        if not choice.accepted:
+def _judge_block(
+    request: VerifyRequest, processed: ProcessedRows, draft_probs: npt.NDArray[np.float64]
+) -> tuple[int, int | None]:
+    """As ``verify_block``, of the drafted tokens that can be judged: whose probabilities and rows are usable."""
+    targets: list[TokenDistribution] = []
+    for index, (token_id, probs) in enumerate(zip(request.draft_token_ids, draft_probs, strict=True)):
+        if not could_have_drawn(probs, token_id):
             break
-        processor.append(choice.token_id)
-    return Verdict(tuple(token_ids), num_accepted=len(token_ids) - 1)
-
-
-def _choose(request: VerifyRequest, index: int, logits: npt.NDArray[np.float64]) -> Choice:
-    """The token of row ``index``, whose processed ``logits`` are ``[vocab_size]``."""
-    target = target_distribution(logits, request.params)
-    seed, position = request.params.seed, request.position + index
-    if index == len(request.draft_token_ids):
-        return choose_by_match(target, None, seed, position)
-    draft_token_id, draft_probs = request.draft_token_ids[index], request.draft_probs
-    if draft_probs is None or draft_probs.shape != (len(request.draft_token_ids), len(logits)):
-        return choose_by_match(target, draft_token_id, seed, position)
-    host_probs = draft_probs[index].to("cpu", torch.float64).numpy()
-    return choose_by_rejection(target, draft_token_id, host_probs, seed, position)
-
-
-def _no_finite_logit(request: VerifyRequest, token_ids: Sequence[int]) -> Verdict:
-    position = request.position + len(token_ids)
-    return _failed(
-        token_ids, f"the model gave no usable logits for position {position} (NaN or none finite); try again"
-    )
-
-
-def _failed(token_ids: Sequence[int], error: str) -> Verdict:
-    return Verdict(tuple(token_ids), num_accepted=len(token_ids), error=error)
+        try:
+            targets.append(processed.target(index, request.position + index))
+        except UnusableRow:
+            break
+        processed.append(token_id)
+    length = len(targets)
+    if length == 0:
+        return 0, None
+    drafted = request.draft_token_ids[:length]
+    return verify_block(targets, drafted, draft_probs[:length], request.params.seed, request.position)
