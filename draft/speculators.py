@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from outrider.verify.checkpoint.checkpoint import fingerprint_files
@@ -238,7 +238,7 @@ def save_speculator(
         tensors |= {"d2t": token_map - torch.arange(len(token_map)), "t2d": has_output}
     path.mkdir(parents=True, exist_ok=True)
     unfinished = path / f"{_WEIGHTS_FILE}.unfinished"
-    save_file(tensors, unfinished, metadata={"format": "pt"})
+    unfinished.write_bytes(save(tensors, metadata={"format": "pt"}))
     os.replace(unfinished, path / _WEIGHTS_FILE)
     text = json.dumps(_config_values(config, dtype), indent=2) + "\n"
     (path / "config.json").write_text(text, encoding="utf-8")

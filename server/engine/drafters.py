@@ -55,7 +55,10 @@ def load_draft_model(
 def make_drafter(
     settings: EngineSettings, network: DraftNetwork | None, operations: Operations, controller: DraftController | None
 ) -> Drafter | None:
-    """The drafter that the (resolved) ``settings`` ask for, over ``network`` where it draws on a draft model."""
+    """The drafter that the (resolved) ``settings`` ask for, over ``network`` where it draws on a draft model.
+
+    What clients predict of their answers is followed by every drafter.
+    """
     if settings.drafter == "none" or settings.max_draft_tokens == 0:
         return None
     drafters: list[Drafter] = [PredictionDrafter()]
@@ -65,3 +68,12 @@ def make_drafter(
     if network is None:
         return HybridDrafter(drafters, None, controller)
     return PagedHybridDrafter(drafters, ModelDrafter(network, operations), controller)
+
+
+def drafter_name(settings: EngineSettings, network: DraftNetwork | None) -> str:
+    """What the drafter of ``make_drafter`` is called: as in the settings, with nothing left open."""
+    if settings.drafter == "none" or settings.max_draft_tokens == 0:
+        return "none"
+    if network is None:
+        return "suffix"
+    return "model" if settings.drafter == "model" else "hybrid"

@@ -42,10 +42,6 @@ class GuardedDrafter:
         self._spent_s = 0.0
 
     @property
-    def name(self) -> str:
-        return self._drafter.name if self._drafter is not None else "none"
-
-    @property
     def taps(self) -> tuple[int, ...]:
         """Where it wants to see the target's residual stream."""
         return () if self._paged is None else self._paged.taps

@@ -25,7 +25,7 @@ from outrider.kvcache.storage import KVStorage, LayerGroup
 from outrider.server.engine.batcher import Batcher, BatcherConfig, ScheduledRows
 from outrider.server.engine.cost_table import CostTable, cached_cost_table
 from outrider.server.engine.draft_profile import add_draft
-from outrider.server.engine.drafters import load_draft_model, make_drafter
+from outrider.server.engine.drafters import drafter_name, load_draft_model, make_drafter
 from outrider.server.engine.drafting import GuardedDrafter
 from outrider.server.engine.profile import profile, profile_key
 from outrider.server.engine.request import EngineStats, FinishReason, ModelInfo, Request, StepOutput
@@ -88,7 +88,10 @@ class Engine:
             self.cost_table = self._measure(checkpoint.fingerprint)
         self._controller = _make_controller(settings, self.cost_table)
         if drafter is None:
+            self._drafter_name = drafter_name(settings, self._draft_model)
             drafter = make_drafter(settings, self._draft_model, self._draft_operations, self._controller)
+        else:
+            self._drafter_name = drafter.name
         vocab_size = checkpoint.config.vocab_size
         self._drafter = GuardedDrafter(drafter, vocab_size, settings.draft_sample_method == "probabilistic")
         self._drafter.attach(self._storage)
@@ -111,7 +114,7 @@ class Engine:
             vocab_size=self._model.config.vocab_size,
             max_context=self._max_context,
             kernels=self._settings.kernels,
-            drafter=self._drafter.name,
+            drafter=self._drafter_name,
             max_draft_tokens=self._settings.max_draft_tokens,
             draft_model=self._draft_model.name if self._draft_model is not None else "",
         )

@@ -69,7 +69,7 @@ class Recorded:
 
 
 def recorded(engine: Any) -> Recorded:
-    recorder = Recorded(engine._drafter._drafter)
+    recorder = Recorded(engine._drafter._drafter._model)
     engine._drafter._drafter = recorder
     return recorder
 

@@ -12,6 +12,7 @@ from engine_runs import Answer, greedy, make_engine, run, run_one, sampled
 from logit_tap import LogitTap
 from tiny_model import byte_tokenizer, save_tiny_model, tiny_llama_config
 
+from outrider.draft.hybrid import PagedHybridDrafter
 from outrider.draft.model import ModelDrafter
 from outrider.server.engine.engine import Engine
 from outrider.verify.checkpoint.config import UnsupportedCheckpoint
@@ -38,9 +39,10 @@ def self_drafted(path: Path, **settings: Any) -> Engine:
 
 
 def drafter_of(engine: Engine) -> ModelDrafter:
-    drafter = engine._drafter._drafter
-    assert isinstance(drafter, ModelDrafter)
-    return drafter
+    hybrid = engine._drafter._drafter
+    assert isinstance(hybrid, PagedHybridDrafter)
+    assert isinstance(hybrid._model, ModelDrafter)
+    return hybrid._model
 
 
 def assert_all_accepted(answers: dict[str, Answer], max_draft_tokens: int, max_tokens: int) -> None:
