@@ -117,12 +117,18 @@ class DraftController:
         step.row_ms = sum(further for _, further in attention) / len(states)
         passes = self._costs.passes(num_rows + most)
         crowd = step.crowd = self._crowds.setdefault(len(states).bit_length(), _Crowd())
-        step.model_rests = crowd.model_gain < 1.0 and not crowd.model_rest.is_due(_LONGEST_MODEL_REST)
+        # One sequence alone knows by itself whether a model pays; of several each pays for the others' drafts.
+        if len(states) > 1 and crowd.model_gain < 1.0:
+            step.model_rests = not crowd.model_rest.is_due(_LONGEST_MODEL_REST)
         step.price = max(1.0, crowd.gain) * len(states) / max(1e-9, step.fixed_ms + passes[num_rows])
         step.usual_rows = num_rows + min(most, round(crowd.draft_rows * (len(states) - 1)))
         for state in states:
             self._records.sequence(state.sequence_id).step += 1
         return [DraftLimit(min(limit, most)) for limit in limits]
+
+    def survivals(self, sequence_id: int, draft: Draft) -> list[float]:
+        """Of each token, the probability that it and all before it in its draft are accepted."""
+        return self._records.survivals(sequence_id, draft)
 
     def value(self, sequence_id: int, draft: Draft) -> float:
         """Tokens that the best beginning of a draft gains in the planned step, less what its rows cost."""
@@ -147,7 +153,6 @@ class DraftController:
             if source.chains.value > other_value:
                 self._step.model_is_used = True
                 return DraftLimit(*source.chains.best())
-            source.chains.fade(shared, 0.02)
             if not source.rest.is_due(self._longest_rest):
                 return DraftLimit(0)
             return DraftLimit(min(2, self._max_draft_tokens))
@@ -164,7 +169,7 @@ class DraftController:
             source.chains = ChainChoice(self._max_draft_tokens, shared)
         gains = shared.gains(claims, survivals, self._row_costs(), self._draft_costs())
         source.chains.learn(gains, 0.15 if source.chains.value > 0 else 0.5)
-        shared.learn(gains, 0.02)
+        shared.learn(gains, max(0.02, 1 / (2 + shared.num_chains)))  # what was assumed counts as two chains
         if source.chains.value > 0:
             source.rest.used()
         return self.value(sequence_id, draft)

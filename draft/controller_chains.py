@@ -17,6 +17,7 @@ class ChainChoice:
 
     def __init__(self, max_draft_tokens: int, like: ChainChoice | None = None) -> None:
         self._max = max_draft_tokens
+        self.num_chains = 0  # learned from
         self._values: list[float] = [0.0] * (len(LEAST_SURVIVALS) * max_draft_tokens)
         if like is not None:
             self._values = list(like._values)
@@ -64,8 +65,5 @@ class ChainChoice:
 
     def learn(self, gains: Sequence[float], share: float) -> None:
         """Move every value by ``share`` towards what its pair had gained."""
+        self.num_chains += 1
         self._values = [value + share * (gain - value) for value, gain in zip(self._values, gains, strict=True)]
-
-    def fade(self, other: ChainChoice, share: float) -> None:
-        """Move every value by ``share`` towards the other's."""
-        self.learn(other._values, share)

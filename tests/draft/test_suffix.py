@@ -202,7 +202,7 @@ def test_a_search_along_a_long_match_is_cut_short_and_uses_it() -> None:
     drafter = follow(SuffixDrafterConfig(max_search_steps=50), text * 2)
     CountedToken.num_uses = 0
     draft = propose(drafter, 4)
-    assert CountedToken.num_uses <= 2 * 50
+    assert CountedToken.num_uses <= 2 * 50 + 7  # and the six others that are asked
     assert draft == (0, 1, 2, 3)
 
 
