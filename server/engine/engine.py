@@ -10,6 +10,7 @@ import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from outrider.server.engine.step_rows import layout
 from outrider.server.engine.text_stream import TextStream
 from outrider.verify.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from outrider.verify.checkpoint.tokenizer import Tokenizer, load_tokenizer
-from outrider.verify.sampler import Sampler, Verdict
+from outrider.verify.sampler import RejectionSampleMethod, Sampler, Verdict
 from outrider.verify.sampling_params import InvalidParameter
 from outrider.verify.transformer import Transformer
 
@@ -78,11 +79,12 @@ class Engine:
             self._draft_model = load_draft_model(
                 settings, self._tokenizer, self._model, self._draft_operations, self._max_context
             )
-        draft_layers = [part.kv_layers for part in (drafter, self._draft_model) if hasattr(part, "kv_layers")]
-        self._storage = _make_storage(settings, [self._model.kv_layers, *draft_layers])
+        draft_layers = getattr(drafter or self._draft_model, "kv_layers", None)  # a paged drafter's, or none
+        groups = [self._model.kv_layers] + [draft_layers] * (draft_layers is not None)
+        self._storage = _make_storage(settings, groups)
         self._pool = PagePool(self._storage.num_pages - 1, settings.page_size)
         self._max_context = min(self._max_context, self._pool.num_pages * settings.page_size)
-        self._sampler = Sampler(operations)
+        self._sampler = Sampler(operations, cast("RejectionSampleMethod", settings.rejection_sample_method))
         self.cost_table = cost_table  # None: not measured, by the settings' wish
         if cost_table is None and settings.profile:
             self.cost_table = self._measure(checkpoint.fingerprint)
@@ -225,7 +227,7 @@ class Engine:
         verdicts = iter(
             self._sampler.verify(
                 logits,
-                [part.sequence.verify_request(part.draft.token_ids, part.draft.draft_probs) for part in predicting],
+                [part.sequence.verify_request(part.draft) for part in predicting],
             )
         )
         return [next(verdicts) if part.predicts else None for part in scheduled], features
@@ -238,10 +240,21 @@ class Engine:
             sequence.pages.commit(known)
             return None if sequence.num_uncached_tokens else sequence.end(FinishReason.STOP)
         if self._controller is not None and rows.draft.token_ids:
-            self._controller.record(sequence.sequence_id, rows.draft, verdict.num_accepted)
+            self._controller.record(sequence.sequence_id, rows.draft, verdict.num_accepted, verdict.path)
         output = sequence.accept(verdict, len(rows.draft.token_ids))
-        sequence.pages.commit(known + list(rows.draft.token_ids[: output.num_accepted]))
+        accepted = verdict.accepted_rows[: output.num_accepted]
+        if verdict.path:
+            self._straighten(rows, accepted)
+        sequence.pages.commit(known + [rows.draft.token_ids[index] for index in accepted])
         return output
+
+    def _straighten(self, rows: ScheduledRows, accepted: SequenceOf[int]) -> None:
+        """Move the accepted tokens of a tree to the slots of their positions."""
+        first = rows.start + rows.num_tokens
+        slots = rows.sequence.pages.slots(first, first + len(rows.draft.token_ids))
+        moved = [(slots[index], slots[place]) for place, index in enumerate(accepted) if index != place]
+        if moved:
+            self._model.copy_kv(self._storage, [source for source, _ in moved], [to for _, to in moved])
 
     def _observe(
         self, scheduled: list[ScheduledRows], outputs: list[StepOutput | None], features: Tensor | None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from outrider.kernels.cpu.availability import native_problem
 
 DRAFTERS = ("auto", "hybrid", "suffix", "model", "none")
-REJECTION_SAMPLE_METHODS = ("standard", "block")
+REJECTION_SAMPLE_METHODS = ("block", "standard")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 KERNELS = ("auto", "cpu", "reference")
 QUANTIZATIONS = ("none", "int8", "int4")
@@ -42,7 +42,7 @@ class EngineSettings:
     draft_model_path: str = ""  # a speculators or Hugging Face directory, or a .gguf file; "": the one for this model
     draft_quantize: str = "auto"  # as quantize, for the draft model's weights; auto: int8 at most with the cpu kernels
     draft_sample_method: str = "probabilistic"  # above temperature 0, from a draft model: drawn, or its likeliest
-    rejection_sample_method: str = "standard"  # drafts with probabilities are verified one by one, or as a block
+    rejection_sample_method: str = "block"  # drafts with probabilities are verified as a block, or token by token
     suffix_min_match: int = 1  # tokens; the suffix drafter guesses after no shorter repetition
     suffix_history: bool = False  # whether it also looks through earlier answers of the same tenant
     profile: bool = True  # whether the first start measures what passes cost

@@ -48,7 +48,7 @@ def test_what_the_kernels_cannot_do_is_refused(changes: dict[str, Any], message:
         ({"drafter": "suffix", "draft_model_path": "d"}, "draft_model_path must be empty with the drafter suffix"),
         ({"max_draft_tokens": 65}, "max_draft_tokens must be from 0"),
         ({"suffix_min_match": 0}, "suffix_min_match must be from 1 to 64, not 0"),
-        ({"rejection_sample_method": "typical"}, "rejection_sample_method must be one of standard, block"),
+        ({"rejection_sample_method": "typical"}, "rejection_sample_method must be one of block, standard"),
         ({"draft_sample_method": "beam"}, "draft_sample_method must be one of probabilistic, greedy"),
         ({"draft_quantize": "int2"}, "draft_quantize must be one of auto, none, int8, int4"),
     ],
