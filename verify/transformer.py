@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -98,6 +100,10 @@ class Transformer:
         decoder_pass = DecoderPass(cos, sin, *plans, taps=taps, tapped=tapped)
         residual = ops.embedding(token_ids, self._embedding)
         return ops.decode(residual, self._decoder, storage.layers(self._layer_group), decoder_pass)
+
+    def copy_kv(self, storage: KVStorage, source_slots: Sequence[int], destination_slots: Sequence[int]) -> None:
+        """Copy the keys and values of tokens, as ``Operations.copy_kv`` does."""
+        self._operations.copy_kv(storage.layers(self._layer_group), source_slots, destination_slots)
 
     def normalized(self, residual: Tensor) -> Tensor:
         """What ``logits`` takes, of the residual stream behind the layers ``[num_rows, hidden_size]``."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from outrider.draft.base import Drafter
 from outrider.draft.controller import DraftController
+from outrider.draft.controller_costs import DraftCosts
 from outrider.draft.eagle3 import Eagle3Head
 from outrider.draft.history import TenantHistories
 from outrider.draft.hybrid import HybridDrafter, PagedHybridDrafter
@@ -16,6 +17,7 @@ from outrider.draft.shipped import shipped_draft
 from outrider.draft.speculators import is_speculator
 from outrider.draft.suffix import SuffixDrafter, SuffixDrafterConfig
 from outrider.kernels.operations import Operations
+from outrider.server.engine.cost_table import CostTable
 from outrider.server.engine.settings import EngineSettings
 from outrider.verify.checkpoint.tokenizer import Tokenizer
 from outrider.verify.transformer import Transformer
@@ -50,6 +52,14 @@ def load_draft_model(
     if is_speculator(path):
         return Eagle3Head(path, target, operations, max_context)
     return IndependentDraft(path, tokenizer, operations, max_context)
+
+
+def make_controller(settings: EngineSettings, cost_table: CostTable | None) -> DraftController | None:
+    """None where drafts have a fixed length: by the settings' wish, or since nothing was measured."""
+    if cost_table is None or not settings.adaptive_drafts or settings.max_draft_tokens == 0:
+        return None
+    costs = DraftCosts(cost_table.pass_ms, cost_table.draft_ms, cost_table.attention_ms)
+    return DraftController(costs, settings.max_draft_tokens)
 
 
 def make_drafter(

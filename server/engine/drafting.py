@@ -21,6 +21,7 @@ from outrider.draft.base import (
 )
 from outrider.kvcache.storage import KVStorage
 from outrider.server.engine.sequence import Sequence
+from outrider.verify.tree import is_tree
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,9 @@ def _facts(sequence: Sequence) -> SequenceFacts:
 
 
 def usable(draft: Draft, limit: int, vocab_size: int) -> Draft:
-    """``draft``, up to ``limit`` tokens and the first id that the model does not have."""
+    """``draft``, up to ``limit`` tokens and the first id that the model does not have; nothing of what is no tree."""
+    if draft.parents and not is_tree(draft.parents, len(draft.token_ids)):
+        return NO_DRAFT
     token_ids = draft.token_ids[:limit]
     bad = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size), len(token_ids))
     return shortened(draft, bad)

@@ -15,9 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from outrider.draft.base import Drafter, VerifiedRows
-from outrider.draft.controller import DraftController
-from outrider.draft.controller_costs import DraftCosts
+from outrider.draft.base import Drafter
 from outrider.kernels.operations import load_operations
 from outrider.kvcache.pool import PagePool
 from outrider.kvcache.prefix_index import Namespace
@@ -26,7 +24,7 @@ from outrider.kvcache.storage import KVStorage, LayerGroup
 from outrider.server.engine.batcher import Batcher, BatcherConfig, ScheduledRows
 from outrider.server.engine.cost_table import CostTable, cached_cost_table
 from outrider.server.engine.draft_profile import add_draft
-from outrider.server.engine.drafters import drafter_name, load_draft_model, make_drafter
+from outrider.server.engine.drafters import drafter_name, load_draft_model, make_controller, make_drafter
 from outrider.server.engine.drafting import GuardedDrafter
 from outrider.server.engine.profile import profile, profile_key
 from outrider.server.engine.request import EngineStats, FinishReason, ModelInfo, Request, StepOutput
@@ -34,6 +32,7 @@ from outrider.server.engine.sequence import Sequence
 from outrider.server.engine.settings import EngineSettings
 from outrider.server.engine.step_rows import layout
 from outrider.server.engine.text_stream import TextStream
+from outrider.server.engine.verified import Outcome, moved_slots
 from outrider.verify.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from outrider.verify.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from outrider.verify.sampler import RejectionSampleMethod, Sampler, Verdict
@@ -80,7 +79,7 @@ class Engine:
                 settings, self._tokenizer, self._model, self._draft_operations, self._max_context
             )
         draft_layers = getattr(drafter or self._draft_model, "kv_layers", None)  # a paged drafter's, or none
-        groups = [self._model.kv_layers] + [draft_layers] * (draft_layers is not None)
+        groups = [self._model.kv_layers, *([draft_layers] if draft_layers is not None else [])]
         self._storage = _make_storage(settings, groups)
         self._pool = PagePool(self._storage.num_pages - 1, settings.page_size)
         self._max_context = min(self._max_context, self._pool.num_pages * settings.page_size)
@@ -88,7 +87,7 @@ class Engine:
         self.cost_table = cost_table  # None: not measured, by the settings' wish
         if cost_table is None and settings.profile:
             self.cost_table = self._measure(checkpoint.fingerprint)
-        self._controller = _make_controller(settings, self.cost_table)
+        self._controller = make_controller(settings, self.cost_table)
         if drafter is None:
             self._drafter_name = drafter_name(settings, self._draft_model)
             drafter = make_drafter(settings, self._draft_model, self._draft_operations, self._controller)
@@ -186,15 +185,15 @@ class Engine:
         verify_ms = (time.perf_counter() - started) * 1000
         self._draft_s += draft_ms / 1000
         self._verify_s += verify_ms / 1000
-        outputs = [self._commit(rows, verdict) for rows, verdict in zip(scheduled, verdicts, strict=True)]
-        self._observe(scheduled, outputs, features)
-        for rows, output in zip(scheduled, outputs, strict=True):
-            self._follow(rows.sequence, output)
+        outcomes = [self._commit(rows, verdict) for rows, verdict in zip(scheduled, verdicts, strict=True)]
+        self._observe(outcomes, features)  # those that end, too: others may find their pages
+        for outcome in outcomes:
+            self._follow(outcome)
         draft_ms = draft_ms if any(rows.draft.token_ids for rows in scheduled) else 0.0
         return [
-            replace(output, draft_source=rows.draft.source, draft_ms=draft_ms, verify_ms=verify_ms)
-            for rows, output in zip(scheduled, outputs, strict=True)
-            if output is not None
+            replace(outcome.output, draft_source=rows.draft.source, draft_ms=draft_ms, verify_ms=verify_ms)
+            for rows, outcome in zip(scheduled, outcomes, strict=True)
+            if outcome.output is not None
         ]
 
     def _measure(self, fingerprint: str) -> CostTable:
@@ -224,62 +223,43 @@ class Engine:
         if not predicting:
             return [None] * len(scheduled), features
         logits = self._model.logits(hidden.index_select(0, rows.logit_rows))
-        verdicts = iter(
-            self._sampler.verify(
-                logits,
-                [part.sequence.verify_request(part.draft) for part in predicting],
-            )
-        )
+        verdicts = iter(self._sampler.verify(logits, [part.sequence.verify_request(part.draft) for part in predicting]))
         return [next(verdicts) if part.predicts else None for part in scheduled], features
 
-    def _commit(self, rows: ScheduledRows, verdict: Verdict | None) -> StepOutput | None:
+    def _commit(self, rows: ScheduledRows, verdict: Verdict | None) -> Outcome:
         """Keep what is verified, let the rest go, and say what the client gets."""
-        sequence = rows.sequence
+        sequence, draft = rows.sequence, rows.draft
         known = sequence.token_ids(rows.start, rows.start + rows.num_tokens)
         if verdict is None:
             sequence.pages.commit(known)
-            return None if sequence.num_uncached_tokens else sequence.end(FinishReason.STOP)
-        if self._controller is not None and rows.draft.token_ids:
-            self._controller.record(sequence.sequence_id, rows.draft, verdict.num_accepted, verdict.path)
-        output = sequence.accept(verdict, len(rows.draft.token_ids))
+            return Outcome(rows, (), None if sequence.num_uncached_tokens else sequence.end(FinishReason.STOP))
+        if self._controller is not None and draft.token_ids:
+            self._controller.record(sequence.sequence_id, draft, verdict.num_accepted, verdict.path)
+        output = sequence.accept(verdict, len(draft.token_ids))
         accepted = verdict.accepted_rows[: output.num_accepted]
         if verdict.path:
-            self._straighten(rows, accepted)
-        sequence.pages.commit(known + [rows.draft.token_ids[index] for index in accepted])
-        return output
+            self._model.copy_kv(self._storage, *moved_slots(rows, accepted))
+        sequence.pages.commit(known + [draft.token_ids[index] for index in accepted])
+        return Outcome(rows, accepted, output)
 
-    def _straighten(self, rows: ScheduledRows, accepted: SequenceOf[int]) -> None:
-        """Move the accepted tokens of a tree to the slots of their positions."""
-        first = rows.start + rows.num_tokens
-        slots = rows.sequence.pages.slots(first, first + len(rows.draft.token_ids))
-        moved = [(slots[index], slots[place]) for place, index in enumerate(accepted) if index != place]
-        if moved:
-            self._model.copy_kv(self._storage, [source for source, _ in moved], [to for _, to in moved])
-
-    def _observe(
-        self, scheduled: list[ScheduledRows], outputs: list[StepOutput | None], features: Tensor | None
-    ) -> None:
-        """Show a paged drafter what the pass verified, of sequences that end too: others may find their pages."""
+    def _observe(self, outcomes: list[Outcome], features: Tensor | None) -> None:
+        """Show a paged drafter what the pass verified. ``features``: of all its rows."""
         if not self._drafter.is_paged:
             return
         verified, first_row = [], 0
-        for rows, output in zip(scheduled, outputs, strict=True):
-            sequence, stop = rows.sequence, rows.sequence.pages.num_cached_tokens
-            has_ended = output is not None and output.finish_reason is not None
-            start = stop - rows.num_tokens - (output.num_accepted if output is not None else 0)
-            known = sequence.token_ids(start, stop + 1)
-            part = features[first_row : first_row + stop - start] if features is not None else None
-            next_token_id = None if has_ended or len(known) <= stop - start else known[-1]
-            row = VerifiedRows(sequence.sequence_id, sequence.pages, start, known[: stop - start], next_token_id, part)
-            verified.append((sequence, row))
-            first_row += rows.num_rows
+        for outcome in outcomes:
+            stop = first_row + outcome.rows.num_rows
+            part = features[first_row:stop] if features is not None else None
+            verified.append((outcome.rows.sequence, outcome.verified_rows(part)))
+            first_row = stop
         self._drafter.observe(verified)
 
-    def _follow(self, sequence: Sequence, output: StepOutput | None) -> None:
+    def _follow(self, outcome: Outcome) -> None:
         """Tell the drafter what came of a sequence, or let the sequence go."""
+        sequence, output = outcome.rows.sequence, outcome.output
         if output is None:
             return
-        if output.finish_reason is not None:
+        if outcome.has_ended:
             self._forget(sequence)
         elif sequence.is_drafted:
             self._drafter.extend(sequence, output.token_ids)
@@ -319,14 +299,6 @@ def _max_context(settings: EngineSettings, checkpoint: Checkpoint) -> int:
 
 def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(checkpoint.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-
-
-def _make_controller(settings: EngineSettings, cost_table: CostTable | None) -> DraftController | None:
-    """None where drafts have a fixed length: by the settings' wish, or since nothing was measured."""
-    if cost_table is None or not settings.adaptive_drafts or settings.max_draft_tokens == 0:
-        return None
-    costs = DraftCosts(cost_table.pass_ms, cost_table.draft_ms, cost_table.attention_ms)
-    return DraftController(costs, settings.max_draft_tokens)
 
 
 def _make_storage(settings: EngineSettings, groups: list[LayerGroup]) -> KVStorage:

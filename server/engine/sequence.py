@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from torch import Tensor
-
+from outrider.draft.base import Draft
 from outrider.kvcache.sequence import SequencePages
 from outrider.server.engine.request import FinishReason, Request, StepOutput
 from outrider.server.engine.text_stream import TextStream
@@ -78,15 +77,16 @@ class Sequence:
             *self.output_token_ids[max(start - num_prompt, 0) : max(stop - num_prompt, 0)],
         ]
 
-    def verify_request(self, draft_token_ids: tuple[int, ...], draft_probs: Tensor | None) -> VerifyRequest:
-        """What the sampler needs to judge this step's rows; ``draft_probs`` as in ``Draft``."""
+    def verify_request(self, draft: Draft) -> VerifyRequest:
+        """What the sampler needs to judge this step's rows."""
         return VerifyRequest(
             params=self.request.params,
             prompt_token_ids=self.request.prompt_token_ids,
             output_token_ids=self.output_token_ids,
-            draft_token_ids=draft_token_ids,
-            draft_probs=draft_probs,
+            draft_token_ids=draft.token_ids,
+            draft_probs=draft.draft_probs,
             eos_token_ids=self._eos_token_ids,
+            draft_parents=draft.parents,
         )
 
     def accept(self, verdict: Verdict, num_draft_tokens: int) -> StepOutput:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from outrider.kernels.operations import NULL_PAGE, RaggedBatch
 from outrider.server.engine.batcher import ScheduledRows
+from outrider.verify.tree import depths, row_masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,19 @@ def layout(scheduled: Sequence[ScheduledRows]) -> StepRows:
     logit_rows: list[int] = []
     cu_seqlens_q = [0]
     seq_lens: list[int] = []
+    trees: list[tuple[int, npt.NDArray[np.uint64]]] = []  # the first row of each, and its masks
     max_pages = max(len(rows.sequence.pages.page_table) for rows in scheduled)
     page_tables = np.full((len(scheduled), max_pages), NULL_PAGE, dtype=np.int32)
     for index, rows in enumerate(scheduled):
         sequence, start, stop = rows.sequence, rows.start, rows.start + rows.num_rows
         token_ids += sequence.token_ids(start, start + rows.num_tokens)
         token_ids += rows.draft.token_ids
-        positions += range(start, stop)
+        if rows.draft.parents:
+            assert rows.num_tokens == 1, "a tree follows the last known token"
+            trees.append((len(positions), row_masks(rows.draft.parents)))
+            positions += (start + depths(rows.draft.parents)).tolist()
+        else:
+            positions += range(start, stop)
         slots += sequence.pages.slots(start, stop)
         page_tables[index, : len(sequence.pages.page_table)] = sequence.pages.page_table
         if rows.predicts:
@@ -49,5 +57,13 @@ def layout(scheduled: Sequence[ScheduledRows]) -> StepRows:
         page_tables=page_tables,
         positions=np.array(positions, dtype=np.int64),
         slot_mapping=np.array(slots, dtype=np.int64),
+        tree_masks=_masks(trees, len(positions)) if trees else None,
     )
     return StepRows(torch.tensor(token_ids), batch, torch.tensor(logit_rows, dtype=torch.int64))
+
+
+def _masks(trees: Sequence[tuple[int, npt.NDArray[np.uint64]]], num_rows: int) -> npt.NDArray[np.uint64]:
+    masks = np.zeros(num_rows, dtype=np.uint64)
+    for first_row, tree in trees:
+        masks[first_row : first_row + len(tree)] = tree
+    return masks
