@@ -114,9 +114,11 @@ class Card:
             "",
             f"Seed {settings.seed}; {progress.step:,} steps of at most {settings.batch_tokens:,} rows, "
             f"{progress.num_tokens:,} predicted tokens from {num_trained:,} of answers; {settings.layers} layer"
-            f"{'s' if settings.layers > 1 else ''}, chains of {settings.unroll} unrolled in training; "
+            f"{'s' if settings.layers > 1 else ''}, begun with the best linear guess at the target's hidden state; "
+            f"chains of {settings.unroll} unrolled after the first {settings.plain_part:.0%} of the training; "
             f"{self.draft_vocab_size:,} words, which are {self.coverage:.1%} of what the target says; learning rate "
-            f"{settings.learning_rate:g} (Muon for matrices, AdamW for norms and words), warm-up and cosine; "
+            f"{settings.learning_rate:g} (Muon for matrices; half of it and AdamW for norms and words), warm-up and "
+            "cosine; "
             f"directness {settings.directness:g}. Time: {spent}, on {self.machine}.",
             "",
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from outrider.draft.distill.corpus import Corpus
 from outrider.draft.distill.dense_target import DenseTarget, fastest_dtype, tap_layers
 from outrider.draft.distill.directory import RunDirectory, write_text
 from outrider.draft.distill.generation import Generation
-from outrider.draft.distill.head import HeadShape, begin_from_target
+from outrider.draft.distill.head import DraftHead, HeadShape
+from outrider.draft.distill.least_squares import begin_with_fit, fit_hidden_states
 from outrider.draft.distill.progress import Progress
 from outrider.draft.distill.settings import GENERATION_SHARE, TRAINING_SHARE, DistillSettings
 from outrider.draft.distill.trainer import Trainer
@@ -103,17 +105,23 @@ def train_head(
     shape = head_shape(settings, config, len(token_map))
     taps = tap_layers(config.num_layers)
     path = directory.training_state
-    if path.exists():
-        found, progress = load_weights(path)
-        if progress.is_done:
-            return TrainedHead(shape, found, token_map, coverage, taps, progress)
+    found, progress = load_weights(path) if path.exists() else ({}, TrainingProgress())
+    if progress.is_done:
+        return TrainedHead(shape, found, token_map, coverage, taps, progress)
     longest = max(len(conversation.token_ids) for conversation in (*dialogues.learned, *dialogues.held_out))
     target = DenseTarget(checkpoint, _dtype(directory, settings, config, device), device, longest)
-    head = begin_from_target(shape, target, token_map, settings.seed)
+    if found:
+        head = DraftHead(shape, {name: weight.to(device) for name, weight in found.items()})
+    else:
+        report(Progress("training", 0.0, "finding where to begin"))
+        begun_at = time.monotonic()
+        fit = fit_hidden_states(target, dialogues.learned, settings.batch_tokens)
+        head = begin_with_fit(shape, target, token_map, fit, settings.seed)
+        progress.seconds = time.monotonic() - begun_at
     max_seconds = settings.minutes * 60 * (GENERATION_SHARE + TRAINING_SHARE) - dialogues.seconds
     # Generating may have taken longer than its share, to have two dialogues at least; training gets some time always.
     max_seconds = max(max_seconds, settings.minutes * 60 * TRAINING_SHARE / 2) if settings.minutes else float("inf")
-    trainer = Trainer(head, target, token_map, settings, max_seconds, path, save_seconds)
+    trainer = Trainer(head, target, token_map, settings, max_seconds, path, save_seconds, progress.seconds)
     trainer.run(dialogues.learned, dialogues.held_out, report)
     found = {name: weight.detach().cpu() for name, weight in head.weights.items()}
     return TrainedHead(shape, found, token_map, coverage, taps, trainer.progress)

@@ -7,17 +7,14 @@ Later rows of a chain read, in place of the feature, what the row before them le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.draft.distill.dense_target import DenseTarget, rms_norm, rotate
-
-NOISE = 0.02  # standard deviation of weights that nothing is known of
-_FUSION_NOISE = 0.01
+from outrider.draft.distill.dense_target import rms_norm, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,60 +121,3 @@ class ReadyHead:
         """``[num_rows, hidden]`` to scores of the draft's words ``[num_rows, draft_vocab]``."""
         hidden = rms_norm(residual, self._weights["norm.weight"], self.shape.rms_norm_eps)
         return functional.linear(hidden, self._weights["lm_head.weight"])
-
-
-def begin_from_target(shape: HeadShape, target: DenseTarget, token_map: Tensor, seed: int) -> DraftHead:
-    """A head that starts as the target's own last layers, reading the feature nearest to them.
-
-    ``token_map`` ``[draft_vocab]`` int64: the target's token for each word of the draft. What the target has no
-    counterpart for is small noise, drawn from ``seed``; what has no room is left out.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(*size: int, scale: float = NOISE) -> Tensor:
-        return torch.randn(*size, generator=generator) * scale
-
-    hidden = shape.hidden_size
-    fusion = noise(hidden, 3 * hidden, scale=_FUSION_NOISE)
-    fusion[:, 2 * hidden :] += torch.eye(hidden)
-    weights = {"fc.weight": fusion}
-    for layer in range(shape.num_layers):
-        source = target.layers[len(target.layers) - shape.num_layers + layer]
-        prefix, is_wide = f"layers.{layer}", layer == 0
-        own, size = target.config.num_kv_heads, shape.attention_size
-        query, key, value = source.qkv.float().cpu().split([size, *[own * shape.head_dim] * 2])
-        parts = {"q": query, "k": _share(key, shape, own, noise), "v": _share(value, shape, own, noise)}
-        for name, part in parts.items():
-            words = [noise(len(part), hidden)] if is_wide else []
-            weights[f"{prefix}.self_attn.{name}_proj.weight"] = torch.cat([*words, part], dim=1)
-        gate, up = source.gate_up.float().cpu().chunk(2)
-        width = shape.intermediate_size
-        weights |= {
-            f"{prefix}.self_attn.o_proj.weight": source.attention_output.float().cpu(),
-            f"{prefix}.mlp.gate_proj.weight": _resized(gate, width, noise),
-            f"{prefix}.mlp.up_proj.weight": _resized(up, width, noise),
-            f"{prefix}.mlp.down_proj.weight": _resized(source.down.float().cpu().T, width, None).T.contiguous(),
-            f"{prefix}.post_attention_layernorm.weight": source.mlp_norm.cpu(),
-            f"{prefix}.input_layernorm.weight": torch.ones(hidden) if is_wide else source.input_norm.cpu(),
-        }
-        if is_wide:
-            weights[f"{prefix}.hidden_norm.weight"] = source.input_norm.cpu()
-    weights["norm.weight"] = target.norm.cpu()
-    weights["lm_head.weight"] = target.head[token_map.to(target.head.device)].float().cpu()
-    device = target.head.device
-    return DraftHead(shape, {name: weight.clone().to(device) for name, weight in weights.items()})
-
-
-def _share(rows: Tensor, shape: HeadShape, num_heads: int, noise: Callable[..., Tensor]) -> Tensor:
-    """Keys or values ``[num_heads * head_dim, hidden]`` for the draft's number of heads: copies, where it divides."""
-    repeats, rest = divmod(shape.num_kv_heads, num_heads)
-    if rest:
-        return noise(shape.key_value_size, rows.shape[1])
-    return rows.view(num_heads, shape.head_dim, -1).repeat_interleave(repeats, dim=0).flatten(0, 1)
-
-
-def _resized(rows: Tensor, num_rows: int, noise: Callable[..., Tensor] | None) -> Tensor:
-    """The first ``num_rows`` of a matrix; more are noise, or zeros without it."""
-    missing = max(num_rows - len(rows), 0)
-    more = noise(missing, rows.shape[1]) if noise else torch.zeros(missing, rows.shape[1])
-    return torch.cat([rows[:num_rows], more])

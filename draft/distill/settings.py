@@ -30,8 +30,9 @@ class DistillSettings:
     intermediate: int = 0  # width of the draft's MLP; 0: as the target's
     kv_heads: int = 0  # of the draft; 0: as the target's
     unroll: int = 3  # steps of a chain that are trained
-    directness: float = 0.0  # part of the gradient that is acceptance's own; the rest is the divergence's
-    learning_rate: float = 2e-3
+    plain_part: float = 0.4  # of the training, its first part: unrolls nothing, which is quick
+    directness: float = 0.3  # part of the gradient that is acceptance's own; the rest is the divergence's
+    learning_rate: float = 1e-3  # of matrices; of norms and words half of it
     dtype: str = "auto"  # that is computed in; auto: whichever is faster, found out once a run
     batch_tokens: int = 2048  # rows of one training step
     max_turn_tokens: int = 200  # where a sampled question is cut
@@ -56,6 +57,7 @@ class DistillSettings:
         require(self.intermediate >= 0, "intermediate", "0 (as the target's) or more")
         require(self.kv_heads >= 0, "kv_heads", "0 (as the target's) or more")
         require(1 <= self.unroll <= 8, "unroll", "from 1 to 8")
+        require(0.0 <= self.plain_part <= 1.0, "plain_part", "from 0 to 1")
         require(0.0 <= self.directness <= 1.0, "directness", "from 0 to 1")
         require(0.0 < self.learning_rate <= 1.0, "learning_rate", "more than 0 and at most 1")
         require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")

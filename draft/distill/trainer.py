@@ -44,7 +44,8 @@ class Trainer:
 
     The state lies in ``path``, written every ``save_seconds`` and at the end: a trainer made with the same arguments
     goes on from there, to the same bits where epochs decide, not time.
-    ``token_map`` ``[draft_vocab]`` int64: the target's token for each word of the draft.
+    ``token_map`` ``[draft_vocab]`` int64: the target's token for each word of the draft. ``spent_seconds``: on what
+    came before the first step, and counts.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Trainer:
         max_seconds: float,
         path: Path,
         save_seconds: float = 60.0,
+        spent_seconds: float = 0.0,
     ) -> None:
         self.head = head
         self._target = target
@@ -69,7 +71,7 @@ class Trainer:
         self._path = path
         self._save_seconds = save_seconds
         self._optimizers = _make_optimizers(head, settings.learning_rate)
-        self.progress = TrainingProgress()
+        self.progress = TrainingProgress(seconds=spent_seconds)
         if path.exists():
             self.progress = load_training_state(path, head.weights, self._optimizers)
 
@@ -97,7 +99,8 @@ class Trainer:
         while not progress.is_done:
             done = min(max(progress.step / num_steps, progress.seconds / self._max_seconds), 1.0)
             self._set_rate(done)
-            loss, matches = self._step(make_batch(next(batches), self._device))
+            num_steps_unrolled = 1 if done < settings.plain_part else settings.unroll
+            loss, matches = self._step(make_batch(next(batches), self._device), num_steps_unrolled)
             means.add(loss, *matches)
             progress.step += 1
             progress.seconds = seconds_before + time.monotonic() - begun_at
@@ -122,7 +125,7 @@ class Trainer:
             skip = max(skip - len(batches), 0)
             epoch += 1
 
-    def _step(self, batch: Batch) -> tuple[float, list[float]]:
+    def _step(self, batch: Batch, num_unrolled: int) -> tuple[float, list[float]]:
         """One optimizer step: the loss of first guesses, and for each unrolled step how often a guess was right."""
         ready, settings = self.head.ready(self._dtype), self._settings
         target = self._target.forward(batch.token_ids)
@@ -131,7 +134,7 @@ class Trainer:
         probs = functional.linear(target.hidden.flatten(0, 1)[rows], self._target_words).float().softmax(dim=-1)
         likeliest = probs.argmax(dim=-1)
         total, losses, matches = torch.zeros((), device=self._device), [], []
-        for step, residual in enumerate(self._unroll(ready, batch, target.features, settings.unroll)):
+        for step, residual in enumerate(self._unroll(ready, batch, target.features, num_unrolled)):
             belongs = rows % batch.token_ids.shape[1] >= step  # to a chain
             weights = batch.weights.flatten()[rows[belongs]]
             logits = ready.logits(residual.flatten(0, 1)[rows[belongs]])
@@ -200,7 +203,7 @@ class Trainer:
         cosine = 0.5 * (1.0 + math.cos(math.pi * done))
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self._settings.learning_rate * warm * (LAST_RATE + (1.0 - LAST_RATE) * cosine)
+                group["lr"] = group["initial_lr"] * warm * (LAST_RATE + (1.0 - LAST_RATE) * cosine)
 
     def _detail(self) -> str:
         points = self.progress.points
@@ -217,6 +220,8 @@ class _Means:
         self._found: list[list[float]] = []
 
     def add(self, *values: float) -> None:
+        if self._found and len(self._found[0]) != len(values):  # from here on more is unrolled
+            self._found.clear()
         self._found.append(list(values))
 
     def take(self) -> list[float]:
@@ -234,7 +239,11 @@ def _make_optimizers(head: DraftHead, rate: float) -> list[torch.optim.Optimizer
     """Muon for what maps hidden states to hidden states, AdamW for norms and words (Jordan et al. 2024)."""
     matrices = [weight for _, weight in head.matrices()]
     others = [weight for _, weight in head.others()]
-    return [
+    optimizers = [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=rate / 2, betas=(0.9, 0.95), weight_decay=0.0),
     ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return optimizers

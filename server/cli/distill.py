@@ -45,7 +45,7 @@ examples:
 A draft is worth having from about 300,000 tokens of answers. Of the default model's, two cores generate about 350 a
 second, and train on 1,000 to 2,000; a GPU is used for training if torch finds one.
 """
-METAVARS = {"minutes": "M", "epochs": "N", "learning_rate": "RATE", "directness": "PART"}
+METAVARS = {"minutes": "M", "epochs": "N", "learning_rate": "RATE", "directness": "PART", "plain_part": "PART"}
 BUDGET_OPTIONS = {
     "minutes": "time for all; 0: as long as it takes, which needs --tokens and --epochs",
     "tokens": "of answers to learn from; 0: what the time allows",
@@ -60,6 +60,7 @@ DRAFT_OPTIONS = {
 RECIPE_OPTIONS = {
     "seed": "of everything that is left to chance",
     "unroll": "guesses of a chain that are trained, each on what those before it left",
+    "plain_part": "first part of the training, in which only the first guess of a chain is trained: it is quick",
     "directness": "part of the gradient that is that of the acceptance itself; the rest is the divergence's",
     "learning_rate": "the highest, after the warm-up",
     "batch_tokens": "rows of a training step",

@@ -22,8 +22,10 @@ def save_curves(points: Sequence[CurvePoint], title: str, path: Path) -> None:
     steps = [point.step for point in training]
     loss.plot(steps, [point.loss for point in training])
     loss.set_title("loss: share of the target's words that is lost")
-    for position in range(len(training[0].accepted) if training else 0):
-        shares.plot(steps, [point.accepted[position] for point in training], label=f"guess {position + 1}")
+    for position in range(max((len(point.accepted) for point in training), default=0)):
+        trained = [point for point in training if len(point.accepted) > position]
+        found = [point.accepted[position] for point in trained]
+        shares.plot([point.step for point in trained], found, label=f"guess {position + 1}")
     shares.set_title("guesses that are the target's likeliest token")
     shares.legend()
     length.plot([point.step for point in held_out], [point.acceptance_length for point in held_out], marker="o")
