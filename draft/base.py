@@ -100,7 +100,7 @@ class VerifiedRows:
     """What one pass verified of a sequence: the tokens at ``start`` and after, whose target KV is in its pages now."""
 
     sequence_id: int
-    pages: SequencePages
+    pages: SequencePages  # another object after a preemption: what was in the pages before is lost
     start: int
     token_ids: Sequence[int]
     next_token_id: int | None  # the token after them, if it is known: the next of the prompt, or the pass's own

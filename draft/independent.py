@@ -29,7 +29,7 @@ class IndependentDraft:
         _check_vocabulary(path, load_tokenizer(path), target_tokenizer)
         self._model = Transformer(checkpoint, operations, max_context, LAYER_GROUP)
         self._packed = operations.pack_draft(self._model.as_draft)
-        self._name = path.stem
+        self._name = path.name.removesuffix(".gguf")
         self._fingerprint = checkpoint.fingerprint
 
     @property

@@ -109,14 +109,14 @@ class ModelDrafter:
         """Note the rows that these tokens give: one for each token after the first, one for the token after them."""
         for verified in rows:
             followed = self._followed.get(verified.sequence_id)
-            if followed is None:
+            if followed is None or followed.pages is not verified.pages:  # new, or back from a preemption
                 followed = self._followed[verified.sequence_id] = FollowedSequence(verified.pages)
-            if followed.num_tokens != verified.start + 1:  # new, or back from a preemption with a prefix found
+            if followed.num_tokens != verified.start + 1:  # the first pass, after the prefix that was found
                 followed.restart(verified.start, PendingRow(verified.token_ids[0], None))
             features = verified.features if self.taps else None
             for index, token_id in enumerate([*verified.token_ids[1:], verified.next_token_id]):
                 if token_id is not None:
-                    followed.pending.append(PendingRow(token_id, None if features is None else features[index]))
+                    followed.add(PendingRow(token_id, None if features is None else features[index]))
 
     def settle(self) -> None:
         """Compute every row that waits and has a slot, in one pass."""

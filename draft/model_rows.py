@@ -46,6 +46,11 @@ class FollowedSequence:
         """Go on from ``start``; the rows before it are in the pages or will be missed."""
         self.frontier, self.pending, self.hidden = start, [first], None
 
+    def add(self, row: PendingRow) -> None:
+        """One row more is known."""
+        self.pending.append(row)
+        self.hidden = None
+
     def num_slots(self, page_size: int) -> int:
         return len(self.page_table) * page_size
 

@@ -197,6 +197,7 @@ class Batcher:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.pages.release()
+        sequence.pages = sequence.pages.fork()  # an empty set of its own, told from the one whose content is lost
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 

@@ -17,7 +17,8 @@ from outrider.draft.model import ModelDrafter
 from outrider.server.engine.engine import Engine
 from outrider.verify.checkpoint.config import UnsupportedCheckpoint
 
-KERNELS: list[dict[str, Any]] = [{"kernels": "reference"}, {"kernels": "cpu", "draft_quantize": "none"}]
+EXACT = {"draft_quantize": "none"}
+KERNELS: list[dict[str, Any]] = [{"kernels": "reference"}, {"kernels": "cpu", **EXACT}]
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -108,6 +109,33 @@ def test_it_stays_right_after_preemptions(tiny_model: Path, kernels: dict[str, A
     assert engine.stats.num_preemptions > 0, "the pool was never short: vacuous"
     assert sum(answer.num_draft_tokens for answer in answers.values()) > 200
     assert all(answer.num_accepted == answer.num_draft_tokens for answer in answers.values())
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 5])
+def test_it_stays_right_where_a_preempted_sequence_finds_all_its_pages_again(tiny_model: Path, page_size: int) -> None:
+    """Then only the last token is computed anew, whose row the draft had computed in a page that is gone."""
+    engine = self_drafted(
+        tiny_model,
+        kv_cache_mib=1,
+        page_size=page_size,
+        max_step_tokens=512,
+        max_draft_tokens=3,
+        kernels="cpu",
+        kv_cache_dtype="f32",
+        **EXACT,
+    )
+    questions = [greedy(prompt(seed, 30 - seed), str(seed), 120, ignore_eos=True) for seed in range(16)]
+    answers = run(engine, questions)
+    assert engine.stats.num_preemptions > 5
+    assert all(answer.num_accepted == answer.num_draft_tokens > 0 for answer in answers.values())
+
+
+def test_pages_count_what_the_draft_keeps_in_them(tiny_model: Path) -> None:
+    # 2 layers of 2 KV heads of 12 floats, keys and values, twice; one page is never used.
+    engine = self_drafted(tiny_model, kv_cache_mib=1, page_size=16, kernels="reference")
+    assert engine.stats.num_pages == 2**20 // (16 * 2 * 2 * 2 * 12 * 4 * 2) - 1
+    alone = make_engine(tiny_model, kv_cache_mib=1, page_size=16, kernels="reference")
+    assert alone.stats.num_pages == 2**20 // (16 * 2 * 2 * 2 * 12 * 4) - 1
 
 
 class Altered:
