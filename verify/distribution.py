@@ -41,21 +41,33 @@ def target_distribution(logits: npt.NDArray[np.float64], params: SamplingParams)
     if 0 < params.top_k < len(logits):
         token_ids = largest(logits, params.top_k)
         logits = logits[token_ids]
+    weights = logits - logits.max()
     with np.errstate(over="ignore"):  # a tiny temperature: everything below the largest goes to exp(-inf) = 0
-        weights = np.exp((logits - logits.max()) / params.temperature)
-    kept = np.flatnonzero(weights >= _LEAST_WEIGHT)
+        weights /= params.temperature
+    np.exp(weights, out=weights)
     if params.top_p < 1.0:
         kept = _nucleus(weights, params.top_p)
-    if params.min_p > 0.0:
         kept = kept[weights[kept] >= params.min_p]  # the largest weight is 1
+    else:
+        kept = np.flatnonzero(weights >= max(params.min_p, _LEAST_WEIGHT))
     weights = weights[kept]
     return TokenDistribution(token_ids[kept], weights / weights.sum())
 
 
 def largest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int64]:
-    """Indices, ascending, of the ``count`` largest values; of equal ones the first. ``1 <= count``."""
+    """Indices, ascending, of the ``count`` largest values; of equal ones the first. ``1 <= count``, no NaN."""
     if count >= len(values):
         return np.arange(len(values))
+    num_columns = 8 * count
+    if len(values) < 4 * num_columns:
+        return _largest_of_few(values, count)
+    # As many columns as this have a maximum that is no less, so the largest are no less either: few are looked at.
+    maxima = values[: len(values) // num_columns * num_columns].reshape(-1, num_columns).max(axis=0)
+    candidates = np.flatnonzero(values >= np.partition(maxima, -count)[-count])
+    return candidates[_largest_of_few(values[candidates], count)]
+
+
+def _largest_of_few(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int64]:
     threshold = np.partition(values, -count)[-count]
     above = np.flatnonzero(values > threshold)
     equal = np.flatnonzero(values == threshold)[: count - len(above)]
@@ -63,10 +75,20 @@ def largest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int6
 
 
 def _nucleus(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.int64]:
-    """Indices of the smallest set that holds ``top_p`` of all weight (Holtzman et al. 2020, section 3.1)."""
+    """Indices of the smallest set that holds ``top_p`` of all weight (Holtzman et al. 2020, section 3.1).
+
+    Sorts only as many of the largest weights (the largest is 1) as it takes to find it.
+    """
     total = weights.sum()
-    # Tokens below this hold less than 1 - top_p together, so the nucleus lies above and only that is sorted.
-    cutoff = (1.0 - top_p) * total / len(weights)
-    descending = np.sort(weights[weights >= cutoff])[::-1]
-    num_kept = int(np.searchsorted(np.cumsum(descending), top_p * total)) + 1
-    return largest(weights, min(num_kept, len(descending)))
+    # Tokens below this hold less than 1 - top_p together, so the nucleus lies above.
+    least = (1.0 - top_p) * total / len(weights)
+    cutoff = 2.0**-6
+    while True:
+        candidates = np.flatnonzero(weights >= max(cutoff, least))
+        descending = np.sort(weights[candidates])[::-1]
+        held = np.cumsum(descending)
+        if cutoff <= least or held[-1] >= top_p * total:
+            break
+        cutoff /= 32.0
+    num_kept = min(int(np.searchsorted(held, top_p * total)) + 1, len(candidates))
+    return candidates[_largest_of_few(weights[candidates], num_kept)]

@@ -123,6 +123,42 @@ def test_exactly_enough_tokens_stay_and_of_equals_those_with_the_lowest_ids(
     np.testing.assert_allclose(got.probs, weights[kept] / weights[kept].sum(), rtol=1e-12)
 
 
+def by_full_sort(logits: npt.NDArray[np.float64], params: SamplingParams) -> TokenDistribution:
+    """The same distribution, every token sorted: what may be left out for speed must not change a bit."""
+    token_ids = np.arange(len(logits))
+    if params.top_k:
+        token_ids = np.sort(np.argsort(-logits, kind="stable")[: params.top_k])
+    weights = np.exp((logits[token_ids] - logits.max()) / params.temperature)
+    kept = np.arange(len(weights))
+    if params.top_p < 1.0:
+        order = np.argsort(-weights, kind="stable")
+        num_kept = int(np.searchsorted(np.cumsum(weights[order]), params.top_p * weights.sum())) + 1
+        kept = np.sort(order[:num_kept])
+    kept = kept[weights[kept] >= params.min_p]
+    return TokenDistribution(token_ids[kept], weights[kept] / weights[kept].sum())
+
+
+@pytest.mark.parametrize("vocab_size", [300, 49152])
+@pytest.mark.parametrize("scale", [0.01, 0.5, 2.0, 6.0])
+@pytest.mark.parametrize("digits", [None, 1], ids=["all different", "many alike"])
+def test_no_bit_depends_on_how_much_is_sorted(vocab_size: int, scale: float, digits: int | None) -> None:
+    logits = np.random.default_rng(vocab_size).normal(scale=scale, size=vocab_size)
+    logits[vocab_size // 3] += scale  # two that are likelier than chance would have it
+    logits[7] += 2 * scale
+    logits = logits if digits is None else logits.round(digits)
+    for temperature in (0.3, 0.7, 1.5):
+        for options in (
+            *({"top_p": top_p} for top_p in (1e-9, 0.3, 0.8, 0.95, 0.999, 1 - 1e-12)),
+            *({"top_k": top_k} for top_k in (1, 2, 20, 100, 5000)),
+            *({"min_p": min_p} for min_p in (1e-5, 0.05)),
+            {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
+        ):
+            params = SamplingParams(max_tokens=1, temperature=temperature, **options)  # type: ignore[arg-type]
+            got, expected = target_distribution(logits, params), by_full_sort(logits, params)
+            np.testing.assert_array_equal(got.token_ids, expected.token_ids)
+            np.testing.assert_array_equal(got.probs, expected.probs)
+
+
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99])
 def test_the_nucleus_is_the_smallest_set_that_holds_top_p(top_p: float) -> None:
     for seed in range(50):
@@ -147,3 +183,7 @@ def test_largest_agrees_with_a_stable_sort() -> None:
         for count in (1, 2, 10, 19, 20, 21):
             expected = np.sort(np.argsort(-values, kind="stable")[:count])
             np.testing.assert_array_equal(largest(values, count), expected)
+        many = np.random.default_rng(seed).integers(0, 40, size=1000 + seed).astype(np.float64)
+        many[seed:500] = -np.inf
+        for count in (1, 2, 10, 30):
+            np.testing.assert_array_equal(largest(many, count), np.sort(np.argsort(-many, kind="stable")[:count]))
