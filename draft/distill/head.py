@@ -51,7 +51,8 @@ class DraftHead:
 
     def __init__(self, shape: HeadShape, weights: Mapping[str, Tensor]) -> None:
         self.shape = shape
-        self.weights = {name: weight.detach().float().requires_grad_() for name, weight in weights.items()}
+        # Sorted: the optimizers know weights by their place, wherever they come from.
+        self.weights = {name: weights[name].detach().float().requires_grad_() for name in sorted(weights)}
 
     @property
     def num_parameters(self) -> int:
