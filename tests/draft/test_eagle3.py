@@ -84,12 +84,14 @@ def features(hugging_face: Any, token_ids: list[int], taps: tuple[int, ...]) -> 
     return torch.cat([states[tap][0] for tap in taps], dim=-1)
 
 
-def assert_as_computed(recorder: Recorded, head: RandomSpeculator, hugging_face: Any) -> None:
+def assert_as_computed(
+    recorder: Recorded, head: RandomSpeculator, hugging_face: Any, unknown: tuple[int, ...] = ()
+) -> None:
     embedding = hugging_face.get_input_embeddings().weight.detach()
     assert head.config.taps is not None
     for token_ids, draft in recorder.drafts:
         before = features(hugging_face, token_ids[:-1], head.config.taps)
-        guesses, chances = head.chain(token_ids, before, embedding, len(draft.token_ids))
+        guesses, chances = head.chain(token_ids, before, embedding, len(draft.token_ids), unknown)
         assert draft.token_ids == tuple(guesses)
         assert draft.confidences == pytest.approx(chances, rel=1e-3)
         assert draft.source == "model"
@@ -132,6 +134,21 @@ def test_guesses_are_the_same_in_batches_and_chunks(target: Path, hugging_face: 
     run(engine, [greedy(prompt(seed, 9 + 7 * seed), str(seed), 12, ignore_eos=True) for seed in range(6)])
     assert_as_computed(recorder, head, hugging_face)
     assert len(recorder.drafts) >= 30
+
+
+def test_after_a_prefix_hit_only_the_first_row_lacks_its_feature(
+    target: Path, hugging_face: Any, tmp_path: Path
+) -> None:
+    head = RandomSpeculator.make(seed=7)
+    path = str(head.save(tmp_path / "draft"))
+    engine = make_engine(target, drafter="model", draft_model_path=path, kernels="reference", page_size=8)
+    first = greedy(prompt(2, 30), "first", 12, ignore_eos=True)
+    run_one(engine, first)
+    recorder = recorded(engine)
+    answer = run_one(engine, greedy([*first.prompt_token_ids[:28], 5, 6, 7], max_tokens=10, ignore_eos=True))
+    assert answer.num_cached_tokens == 24
+    assert len(recorder.drafts) >= 5
+    assert_as_computed(recorder, head, hugging_face, unknown=(24,))
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,18 @@ class RandomSpeculator:
         return path
 
     def chain(
-        self, token_ids: Sequence[int], features: Tensor, embedding: Tensor, num_tokens: int
+        self,
+        token_ids: Sequence[int],
+        features: Tensor,
+        embedding: Tensor,
+        num_tokens: int,
+        unknown: Sequence[int] = (),
     ) -> tuple[list[int], list[float]]:
         """The likeliest guesses after ``token_ids``, and the probability of each.
 
         ``features`` ``[len(token_ids) - 1, num_taps * target's size]``: of all positions but the last;
-        ``embedding`` ``[vocab_size, hidden_size]``: the target's table.
+        ``embedding`` ``[vocab_size, hidden_size]``: the target's table;
+        ``unknown``: positions whose rows have no feature, beside the first.
         """
         weights = {name: weight.double() for name, weight in self.weights.items()}
         table = weights.get("embed_tokens.weight", embedding.double())
@@ -87,6 +93,7 @@ class RandomSpeculator:
         residuals = torch.cat(
             [torch.zeros(1, fused.shape[1], dtype=torch.float64), fused]
         )  # no feature before the first
+        residuals[list(unknown)] = 0.0
         known, guesses, chances = list(token_ids), list[int](), list[float]()
         while True:
             last = self._rows(table[known], residuals, weights)[-1]
