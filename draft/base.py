@@ -35,6 +35,8 @@ class Draft:
 
     ``draft_probs`` ``[num_draft_tokens, vocab_size]``: the distributions the guesses were *sampled* from,
     or None where the guesses were not sampled independently of the target (each then counts as certain).
+    With them a chain's length must not depend on what was drawn in it, and each number it was drawn with belongs to
+    this draft alone (``verify/block.py`` says how); siblings of a tree are tried in their order.
     ``confidences``: of each token, how likely it is right where all before it are; empty where unknown.
     ``source``: who guessed: ``suffix``, ``model`` or ``prediction``.
     ``parents``: for a token tree, of each token the index of the one it follows, -1 for those that follow the

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 from outrider.draft.base import (
@@ -161,6 +162,8 @@ def usable(draft: Draft, limit: int, vocab_size: int) -> Draft:
         return NO_DRAFT
     token_ids = draft.token_ids[:limit]
     bad = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size), len(token_ids))
+    if draft.draft_probs is not None:  # to cut a drawn draft by what was drawn would favour what is left
+        draft = replace(draft, confidences=())
     return shortened(draft, bad)
 
 
