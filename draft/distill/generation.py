@@ -98,8 +98,9 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
-        is_late = self._seconds >= self._max_seconds and len(self._tally.kept) >= MIN_CONVERSATIONS
-        return self._corpus.is_finished or self._tally.is_full or is_late
+        if self._corpus.is_finished or self._tally.is_full:
+            return True
+        return self._seconds >= self._max_seconds and len(self.conversations) >= MIN_CONVERSATIONS
 
     @property
     def _seconds(self) -> float:

@@ -13,6 +13,7 @@ from outrider.server.engine.settings import EngineSettings
 from outrider.verify.sampling_params import SamplingParams
 
 MAX_RUNNING = 96  # more rows in a pass cost next to nothing each, until their keys and values fill the memory
+FEW_RUNNING = 32  # where there is little time: all that are begun together also end together, late
 MAX_STEP_TOKENS = 512
 _MAX_CACHE_MIB = 2048
 
@@ -29,7 +30,8 @@ class EngineContinuations:
         ValueError: it does not fit this machine.
     """
 
-    def __init__(self, model_path: Path, model_name: str, num_threads: int) -> None:
+    def __init__(self, model_path: Path, model_name: str, num_threads: int, max_running: int = MAX_RUNNING) -> None:
+        self._max_running = max_running
         self._engine = Engine(
             EngineSettings(
                 model_path=str(model_path),
@@ -37,7 +39,7 @@ class EngineContinuations:
                 num_threads=num_threads,
                 drafter="none",
                 profile=False,
-                max_running=MAX_RUNNING,
+                max_running=max_running,
                 max_step_tokens=MAX_STEP_TOKENS,
                 kv_cache_mib=cache_mib(),
             )
@@ -46,7 +48,7 @@ class EngineContinuations:
 
     @property
     def num_parallel(self) -> int:
-        return MAX_RUNNING
+        return self._max_running
 
     def submit(self, key: int, prompt: Prompt) -> None:
         """Start one.

@@ -20,7 +20,7 @@ from outrider.draft.distill.progress import Progress
 from outrider.draft.distill.settings import GENERATION_SHARE, TRAINING_SHARE, DistillSettings
 from outrider.server.bench.plot import PlotUnavailable
 from outrider.server.bench.prompts import Prompt
-from outrider.server.distill.continuations import EngineContinuations, cache_mib
+from outrider.server.distill.continuations import FEW_RUNNING, MAX_RUNNING, EngineContinuations, cache_mib
 from outrider.server.distill.curves import save_curves
 from outrider.server.distill.licence import target_licence
 from outrider.server.distill.validation import measure_acceptance, total
@@ -31,6 +31,7 @@ from outrider.verify.checkpoint.tokenizer import load_tokenizer
 
 PLOT_FILE = "training.png"
 ANSWER_TOKENS = 128
+SHORT_MINUTES = 20.0
 MAX_HELD_OUT_QUESTIONS = 64
 HELD_OUT = "held out, self-sampled"
 ALL_QUESTIONS = "all of the questions"
@@ -119,7 +120,9 @@ class Run:
     def _generate(self) -> Dialogues:
         def make_generate() -> EngineContinuations:
             self._watcher.say(f"{self._name} writes dialogues with itself")
-            return EngineContinuations(self._path, self._name, self._machinery.num_threads)
+            is_short = 0 < self._settings.minutes < SHORT_MINUTES
+            max_running = FEW_RUNNING if is_short else MAX_RUNNING
+            return EngineContinuations(self._path, self._name, self._machinery.num_threads, max_running)
 
         with self._watcher.phase("generating") as report:
             dialogues = generate_dialogues(
