@@ -118,8 +118,9 @@ class PagedDrafter(Drafter, Protocol):
     first after a hit, has no feature before it and takes zeros.
 
     After every pass the engine calls ``observe``, for each sequence of the pass, before ``release`` of those that
-    ended; and before it plans the next, ``settle``, which computes the draft's rows of all that was verified. Only
-    then may a page change hands, so no page is ever found without the draft's part. ``observe`` comes before ``begin``
+    ended. The rows wait until the sequence is drafted for, so that a model which does not pay costs next to nothing;
+    or until ``settle``, which the engine calls before a plan that may admit somebody, and where ``must_settle``. So
+    no page is ever found without the draft's part. ``observe`` comes before ``begin``
     or without it, as prompts are computed before there is anything to draft for; ``release`` ends both.
     """
 
@@ -135,4 +136,9 @@ class PagedDrafter(Drafter, Protocol):
 
     def observe(self, rows: Sequence[VerifiedRows]) -> None: ...
 
-    def settle(self) -> None: ...
+    @property
+    def must_settle(self) -> bool:
+        """Whether rows wait that cannot wait for the sequence's next draft: it ended, or they became many."""
+
+    def settle(self) -> None:
+        """Compute all rows that wait and have a slot."""

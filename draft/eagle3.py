@@ -89,6 +89,10 @@ class Eagle3Head:
         return self._taps
 
     @property
+    def feature_size(self) -> int:
+        return len(self._taps) * self.config.target_hidden_size
+
+    @property
     def vocab_size(self) -> int:
         return self.config.layers.vocab_size
 

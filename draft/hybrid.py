@@ -148,5 +148,9 @@ class PagedHybridDrafter(HybridDrafter):
     def observe(self, rows: Sequence[VerifiedRows]) -> None:
         self._paged.observe(rows)
 
+    @property
+    def must_settle(self) -> bool:
+        return self._paged.must_settle
+
     def settle(self) -> None:
         self._paged.settle()

@@ -49,6 +49,10 @@ class IndependentDraft:
         return ()
 
     @property
+    def feature_size(self) -> int:
+        return 0
+
+    @property
     def vocab_size(self) -> int:
         return self._model.config.vocab_size
 

@@ -19,6 +19,7 @@ from outrider.kvcache.storage import KVStorage, LayerGroup
 from outrider.verify.random_numbers import Purpose, draw
 
 SOURCE = "model"
+MAX_PENDING_ROWS = 64  # of a sequence: their features are kept, 7 kB each for the default model
 
 
 class DraftNetwork(Protocol):
@@ -42,6 +43,10 @@ class DraftNetwork(Protocol):
     @property
     def vocab_size(self) -> int:
         """Ids below it can be read."""
+
+    @property
+    def feature_size(self) -> int:
+        """Of one position, ``len(taps) * target's hidden_size``."""
 
     @property
     def packed(self) -> PackedDraft: ...
@@ -72,9 +77,10 @@ class ModelDrafter:
     0            frontier          frontier + len(pending)
     ├── computed ──┼── known, to compute ──┤ (chains of a step)
 
-    A row waits in ``pending`` until ``settle``, and longer where its slot is not reserved yet, which can only happen
-    to the last. So a draft begins with the head on the last row's hidden state, whoever guessed the tokens before it,
-    and a full acceptance leaves no hole: the rows that a chain computed are computed again from what was verified.
+    A row waits in ``pending`` until the sequence is drafted for, or ``settle``; and longer where its slot is not
+    reserved yet, which can only happen to the last. So a draft begins with the head on the last row's hidden state,
+    whoever guessed the tokens before it, and a full acceptance leaves no hole: the rows that a chain computed are
+    computed again from what was verified.
     """
 
     network: DraftNetwork
@@ -113,10 +119,16 @@ class ModelDrafter:
                 followed = self._followed[verified.sequence_id] = FollowedSequence(verified.pages)
             if followed.num_tokens != verified.start + 1:  # the first pass, after the prefix that was found
                 followed.restart(verified.start, PendingRow(verified.token_ids[0], None))
-            features = verified.features if self.taps else None
+            # A copy: the features of a whole pass must not be kept for as long as these rows wait.
+            features = verified.features.clone() if self.taps and verified.features is not None else None
             for index, token_id in enumerate([*verified.token_ids[1:], verified.next_token_id]):
                 if token_id is not None:
                     followed.add(PendingRow(token_id, None if features is None else features[index]))
+
+    @property
+    def must_settle(self) -> bool:
+        """Rows of a sequence that is not drafted for may wait: many cost little more than one."""
+        return bool(self._ended) or any(len(f.pending) > MAX_PENDING_ROWS for f in self._followed.values())
 
     def settle(self) -> None:
         """Compute every row that waits and has a slot, in one pass."""

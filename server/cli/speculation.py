@@ -21,7 +21,7 @@ OPTIONS = {
     "hybrid where a draft is known for the model, else suffix",
     "max_draft_tokens": "guesses for a sequence and step, at most; 0: none. Answers are the same in any case",
     "adaptive_drafts": "let measured time decide how many of these are worth it, step by step",
-    "draft_quantize": "what the weights of a draft model become (cpu kernels); auto: as those of the model, int8 at most",
+    "draft_quantize": "what the weights of a draft model become (cpu kernels); auto: int8, or int4 as the model",
     "draft_sample_method": "how a draft model guesses above temperature 0: drawn as the model draws, or its likeliest",
     "rejection_sample_method": "how drafts with probabilities are verified: token by token, or as a block",
     "suffix_min_match": "tokens that must repeat before what followed them is guessed",

@@ -20,6 +20,8 @@ from outrider.verify.checkpoint.cache import cache_dir
 _MAX_AGE_S = 7 * 24 * 3600  # the machine may have been busy when it was measured, or may have changed
 _MAX_FILES = 32  # of 1 kB
 
+VERIFIED_ROWS = 2  # that a step with drafts gives a sequence, about
+
 logger = logging.getLogger(__name__)
 
 
@@ -130,9 +132,11 @@ class CostTable:
     def draft_ms(self, num_sequences: int, num_steps: int) -> float:
         """Chains of ``num_steps`` tokens for ``num_sequences`` sequences; 0 without a draft model.
 
-        What the draft model has to do for verified tokens in any case is not in it, see ``draft_rows``.
+        With what they begin with: the draft's rows of what the last step verified, ``VERIFIED_ROWS`` a sequence.
         """
-        return self.draft_step(num_sequences) * num_steps if self.draft_step is not None else 0.0
+        if self.draft_step is None or self.draft_rows is None:
+            return 0.0
+        return self.draft_rows(VERIFIED_ROWS * num_sequences) + self.draft_step(num_sequences) * num_steps
 
     def __str__(self) -> str:
         largest, longest = self.forward.sizes[-1], self.attention.sizes[-1]

@@ -101,4 +101,6 @@ class _Bench:
 
     def _residual(self, batch: RaggedBatch) -> torch.Tensor:
         token_ids = torch.arange(batch.num_seqs) * 7919 % self._network.vocab_size
-        return self._network.residual(token_ids, None, batch, self._storage)
+        size = self._network.feature_size
+        features = torch.zeros(batch.num_seqs, size) if size else None
+        return self._network.residual(token_ids, features, batch, self._storage)

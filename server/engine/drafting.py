@@ -91,6 +91,11 @@ class GuardedDrafter:
         if seen:
             self._guard([sequence for sequence, _ in seen], lambda: paged.observe([rows for _, rows in seen]))
 
+    @property
+    def must_settle(self) -> bool:
+        """Whether a paged drafter has rows to compute before the next plan, whoever is in it."""
+        return self._paged is not None and self._paged.must_settle
+
     def settle(self) -> None:
         """Let it compute what it still has to, of everything that was verified."""
         if self._paged is not None:

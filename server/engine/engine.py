@@ -174,7 +174,9 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One pass for everyone scheduled; at most one output a request."""
-        self._drafter.settle()  # before the plan lets any page change hands
+        # Whoever waits may be admitted by the plan, and find pages that others have filled.
+        if self._batcher.waiting or self._drafter.must_settle:
+            self._drafter.settle()
         scheduled = self._batcher.plan()
         if not scheduled:
             return []
