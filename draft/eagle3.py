@@ -100,8 +100,9 @@ class Eagle3Head:
     def packed(self) -> PackedDraft:
         return self._packed
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self._rotary.at(positions)
+    @property
+    def rotary(self) -> RotaryTable:
+        return self._rotary
 
     def fused(self, features: Tensor) -> Tensor:
         """One hidden state for each row of features: ``[n, len(taps) * target's size]`` to ``[n, hidden_size]``."""
@@ -117,7 +118,7 @@ class Eagle3Head:
     def residual(self, token_ids: Tensor, features: Tensor | None, batch: RaggedBatch, storage: KVStorage) -> Tensor:
         ops, model = self._operations, self._model
         residual = torch.zeros(len(token_ids), model.shape.hidden_size) if features is None else self.fused(features)
-        cos, sin = self.rotary(torch.from_numpy(batch.positions))
+        cos, sin = self._rotary.of(batch)
         embeddings = ops.embedding(token_ids, model.embedding)
 
         def plan(window: int | None) -> AttentionPlan:

@@ -12,6 +12,7 @@ from outrider.kvcache.storage import KVStorage, LayerGroup
 from outrider.verify.checkpoint.checkpoint import open_checkpoint
 from outrider.verify.checkpoint.config import UnsupportedCheckpoint
 from outrider.verify.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from outrider.verify.rope import RotaryTable
 from outrider.verify.transformer import Transformer
 
 LAYER_GROUP = "draft"
@@ -63,8 +64,9 @@ class IndependentDraft:
     def residual(self, token_ids: Tensor, features: Tensor | None, batch: RaggedBatch, storage: KVStorage) -> Tensor:
         return self._model.residual(token_ids, batch, storage)
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self._model.rotary(positions)
+    @property
+    def rotary(self) -> RotaryTable:
+        return self._model.rotary
 
 
 def _check_vocabulary(path: Path, draft: Tokenizer, target: Tokenizer) -> None:

@@ -17,6 +17,7 @@ from outrider.kernels.draft_model import ChainLimits, PackedDraft
 from outrider.kernels.operations import Operations, RaggedBatch
 from outrider.kvcache.storage import KVStorage, LayerGroup
 from outrider.verify.random_numbers import Purpose, draw
+from outrider.verify.rope import RotaryTable
 
 SOURCE = "model"
 MAX_PENDING_ROWS = 64  # of a sequence: their features are kept, 7 kB each for the default model
@@ -58,8 +59,9 @@ class DraftNetwork(Protocol):
         of the position before its row's, zeros where it is not known; None where none is.
         """
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at int64 ``positions`` ``[n]``: each ``[n, head_dim // 2]``."""
+    @property
+    def rotary(self) -> RotaryTable:
+        """The angles of its positions."""
 
 
 @dataclass(slots=True)
@@ -178,12 +180,11 @@ class ModelDrafter:
             return
         rows = [row for followed, count in parts for row in followed.pending[:count]]
         batch = ragged_batch([(f.page_table, f.frontier, f.frontier + count) for f, count in parts], page_size)
-        token_ids = torch.tensor([self._readable(row.token_id) for row in rows])
+        token_ids = torch.from_numpy(np.array([self._readable(row.token_id) for row in rows], dtype=np.int64))
         hidden = self.network.residual(token_ids, self._features(rows), batch, self._pages)
         self.counts.num_settled += len(rows)
-        last_rows = hidden[torch.from_numpy(batch.cu_seqlens_q[1:].astype(np.int64) - 1)]
-        for index, (followed, count) in enumerate(parts):
-            followed.computed(count, last_rows[index])
+        for (followed, count), stop in zip(parts, batch.cu_seqlens_q[1:].tolist(), strict=True):
+            followed.computed(count, hidden[stop - 1])
 
     def _readable(self, token_id: int) -> int:
         # A target may have ids that no text gives and the draft does not know; what it guesses then is of no account.
@@ -212,10 +213,7 @@ class ModelDrafter:
         # One row a sequence, though a chain of one token computes none and may have no slot for it.
         tables = [(f.page_table, f.frontier, f.frontier + 1) for f in sequences]
         batch = ragged_batch(tables, self._pages.page_size)
-        steps = np.arange(max_steps, dtype=np.int64)
-        last = np.array(lengths, dtype=np.int64)[:, None] - 1
-        positions = np.array([f.frontier for f in sequences], dtype=np.int64)[:, None] + np.minimum(steps, last)
-        cos, sin = self.network.rotary(torch.from_numpy(positions.reshape(-1)))
+        cos, sin = self._angles([f.frontier for f in sequences], lengths)
         hidden = torch.stack([f.hidden for f in sequences if f.hidden is not None])
         cache = self._pages.layers(self.kv_layers.name)
         shape = (len(sequences), max_steps, -1)
@@ -235,6 +233,14 @@ class ModelDrafter:
                 drafted.token_ids, drafted.confidences, drafted.counts, strict=True
             )
         ]
+
+    def _angles(self, positions: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Of each chain's positions, each ``[num_seqs * max_steps, head_dim // 2]``; shorter ones repeat their last."""
+        if len(positions) == 1:
+            return self.network.rotary.span(positions[0], positions[0] + lengths[0])
+        last = np.array(lengths, dtype=np.int64)[:, None] - 1
+        steps = np.minimum(np.arange(max(lengths), dtype=np.int64), last)
+        return self.network.rotary.at(torch.from_numpy((np.array(positions)[:, None] + steps).reshape(-1)))
 
 
 def _draws(

@@ -74,18 +74,22 @@ def ragged_batch(runs: Sequence[tuple[Sequence[int], int, int]], page_size: int)
 
     A row without a page has the null page's slot; it must not be computed.
     """
-    max_pages = max(max(len(table) for table, *_ in runs), max(-(-stop // page_size) for *_, stop in runs))
+    max_pages = max(max(len(table), -(-stop // page_size)) for table, _, stop in runs)
     page_tables = np.full((len(runs), max_pages), NULL_PAGE, dtype=np.int32)
-    for index, (table, *_) in enumerate(runs):
+    positions: list[int] = []
+    slots: list[int] = []
+    cu_seqlens_q = [0]
+    for index, (table, start, stop) in enumerate(runs):
         page_tables[index, : len(table)] = table
-    lengths = [stop - start for _, start, stop in runs]
-    positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, start, stop in runs])
-    sequences = np.repeat(np.arange(len(runs)), lengths)
-    pages = page_tables[sequences, positions // page_size].astype(np.int64)
+        positions += range(start, stop)
+        with_page = min(stop, len(table) * page_size)
+        slots += [table[pos // page_size] * page_size + pos % page_size for pos in range(start, with_page)]
+        slots += [NULL_PAGE * page_size + pos % page_size for pos in range(max(start, with_page), stop)]
+        cu_seqlens_q.append(len(positions))
     return RaggedBatch(
-        cu_seqlens_q=np.cumsum([0, *lengths]).astype(np.int32),
+        cu_seqlens_q=np.array(cu_seqlens_q, dtype=np.int32),
         seq_lens=np.array([stop for *_, stop in runs], dtype=np.int32),
         page_tables=page_tables,
-        positions=positions,
-        slot_mapping=pages * page_size + positions % page_size,
+        positions=np.array(positions, dtype=np.int64),
+        slot_mapping=np.array(slots, dtype=np.int64),
     )

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from outrider.kernels.operations import RaggedBatch
 from outrider.verify.checkpoint.config import RopeConfig
 
 
@@ -23,6 +24,17 @@ class RotaryTable:
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at int64 ``positions`` ``[n]``: each ``[n, head_dim // 2]``."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The same of positions ``start .. stop - 1``, without a copy."""
+        return self._cos[start:stop], self._sin[start:stop]
+
+    def of(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
+        """Of the rows of a pass. One sequence's stand in a row, and need no copy: most passes have no more."""
+        if batch.num_seqs == 1 and batch.tree_masks is None:
+            start = int(batch.positions[0])
+            return self.span(start, start + batch.num_tokens)
+        return self.at(torch.from_numpy(batch.positions))
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

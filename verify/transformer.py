@@ -95,7 +95,7 @@ class Transformer:
     ) -> Tensor:
         """As ``forward``, but what the layers left ``[num_tokens, hidden_size]``, not normalised."""
         ops = self._operations
-        cos, sin = self.rotary(torch.from_numpy(batch.positions))
+        cos, sin = self._rotary.of(batch)
         plans = self._plans(batch, storage.page_size)
         decoder_pass = DecoderPass(cos, sin, *plans, taps=taps, tapped=tapped)
         residual = ops.embedding(token_ids, self._embedding)
@@ -109,9 +109,10 @@ class Transformer:
         """What ``logits`` takes, of the residual stream behind the layers ``[num_rows, hidden_size]``."""
         return self._operations.rms_norm(residual, self._norm, self.config.rms_norm_eps)
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at int64 ``positions`` ``[n]``: each ``[n, head_dim // 2]``."""
-        return self._rotary.at(positions)
+    @property
+    def rotary(self) -> RotaryTable:
+        """The angles of its positions."""
+        return self._rotary
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: ``[num_rows, hidden_size]`` from ``forward`` to ``[num_rows, vocab_size]``."""

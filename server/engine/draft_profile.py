@@ -84,7 +84,7 @@ class _Bench:
             np.zeros(shape, dtype=np.uint64),
         )
         positions = torch.arange(CONTEXT_TOKENS, CONTEXT_TOKENS + CHAIN_STEPS).repeat(num_sequences)
-        cos, sin = self._network.rotary(positions)
+        cos, sin = self._network.rotary.at(positions)
         self._operations.draft_chain(
             self._network.packed,
             self._hidden[:num_sequences].clone(),
