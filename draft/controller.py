@@ -13,6 +13,8 @@ from outrider.draft.controller_records import DraftRecords, Rest, confidences_of
 MODEL = "model"  # the source whose guesses cost time, whether they are verified or not
 _LONGEST_REST = 16  # steps without a draft after which one is tried again
 _LONGEST_MODEL_REST = 64  # the same, where a draft model does not pay for all together
+_LARGEST_COST_SCALE = 4.0
+_MAX_LATENESS_MS = 5.0  # of a step that counts: more is a disturbance
 _SMOOTHING = 0.1  # share of the newest step in what is averaged over steps
 
 
@@ -59,6 +61,9 @@ class _Step:
     draft_costs: list[float] = field(default_factory=list)
     model_rests: bool = False
     model_is_used: bool = False  # not only tried
+    num_chains: int = 0  # that the draft model made
+    num_chain_steps: int = 0  # of the longest of them
+    expected_ms: float = 0.0  # all of it
 
 
 class DraftController:
@@ -84,6 +89,9 @@ class DraftController:
         self._records = DraftRecords()
         self._crowds: dict[int, _Crowd] = {}
         self._step = _Step()
+        self._draft_cost_scale = 1.0  # what drafting takes, beside what the costs say: smoothed
+        # What steps take longer than was expected, smoothed: without chains of a model, and with.
+        self._lateness_ms = [0.0, 0.0]
 
     @property
     def num_followed(self) -> int:
@@ -162,6 +170,8 @@ class DraftController:
         """Learn what a draft model's guess is worth, its time included; the ``value`` of the draft."""
         source, shared = self._records.source(sequence_id, MODEL), self._chains_of_all(sequence_id)
         ended = len(draft.token_ids) < limit.limit
+        self._step.num_chains += 1
+        self._step.num_chain_steps = max(self._step.num_chain_steps, len(draft.token_ids) + ended)
         claims, survivals = self._records.carried_on(
             sequence_id, draft, limit.min_survival, self._max_draft_tokens, ended
         )
@@ -185,6 +195,7 @@ class DraftController:
         step = self._step
         if len(drafts) != len(step.states):
             raise ValueError(f"{len(drafts)} drafts for {len(step.states)} planned sequences; plan and trim the same")
+        self._learn_draft_cost(draft_ms)
         ranked = []
         for index, (state, draft) in enumerate(zip(step.states, drafts, strict=True)):
             if draft.token_ids:
@@ -238,12 +249,31 @@ class DraftController:
         """[n]: a sequence's share of n steps of the draft model, if all take part, in tokens."""
         step, num_sequences = self._step, len(self._step.states)
         if not step.draft_costs:
-            price = step.price / num_sequences
-            step.draft_costs = [
-                price * self._costs.draft_ms(num_sequences, num_steps)
-                for num_steps in range(self._max_draft_tokens + 1)
+            price = self._draft_cost_scale * step.price / num_sequences
+            # A model in between makes the pass longer, too: its weights and the target's take turns in the caches.
+            without, with_model = self._lateness_ms
+            extra = step.price / num_sequences * max(0.0, with_model - without)
+            step.draft_costs = [0.0] + [
+                price * self._costs.draft_ms(num_sequences, num_steps) + extra
+                for num_steps in range(1, self._max_draft_tokens + 1)
             ]
         return step.draft_costs
+
+    def took(self, step_ms: float) -> None:
+        """Learn what the planned step took in all, from before ``plan`` until its tokens were out."""
+        step = self._step
+        if step.expected_ms <= 0.0 or step.num_rows != len(step.states):  # prompts in it are another matter
+            return
+        late_ms = min(max(step_ms - step.expected_ms, -_MAX_LATENESS_MS), _MAX_LATENESS_MS)
+        kind = step.num_chains > 0
+        self._lateness_ms[kind] += _SMOOTHING / 2 * (late_ms - self._lateness_ms[kind])
+
+    def _learn_draft_cost(self, draft_ms: float) -> None:
+        """Drafting takes longer than its kernels alone; by how much, steps tell."""
+        expected = self._costs.draft_ms(self._step.num_chains, self._step.num_chain_steps)
+        if expected > 0.0 and draft_ms > 0.0:
+            ratio = min(max(draft_ms / expected, 0.5), _LARGEST_COST_SCALE)
+            self._draft_cost_scale += _SMOOTHING / 2 * (ratio - self._draft_cost_scale)
 
     def _best_num_rows(self, survivals: Sequence[float], draft_ms: float) -> int:
         """How many of the likeliest tokens make the most tokens per millisecond."""
@@ -258,6 +288,7 @@ class DraftController:
             rate = tokens / max(1e-9, fixed_ms + passes[step.num_rows + count] + step.row_ms * count)
             if rate > best:
                 best, best_count = rate, count
+        step.expected_ms = fixed_ms + passes[step.num_rows + best_count] + step.row_ms * best_count
         none = len(step.states) / max(1e-9, step.fixed_ms + passes[step.num_rows])
         crowd, gain = step.crowd, best / none
         crowd.gain += _SMOOTHING * (gain - crowd.gain)

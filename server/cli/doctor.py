@@ -167,7 +167,12 @@ def examine_drafts() -> Iterator[Finding]:
     drafts = shipped_drafts()
     for draft in drafts:
         facts = {"path": str(draft.path), "kind": draft.kind, "target": draft.target, "num_bytes": draft.num_bytes}
-        yield Finding("draft", "ok", f"{draft.kind} for {draft.target}, {draft.num_bytes / 1e6:.1f} MB", facts=facts)
+        yield Finding(
+            "draft",
+            "ok",
+            f"{draft.kind} for {draft.target}, {draft.num_bytes / 1e6:.1f} MB (--drafter hybrid)",
+            facts=facts,
+        )
     if not drafts:
         text = "no draft model comes with this build; the suffix drafter guesses"
         yield Finding("draft", "note", text, "make one: outrider distill, or name one: outrider serve --draft-model")

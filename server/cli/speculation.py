@@ -18,7 +18,7 @@ from outrider.server.engine.settings import (
 
 OPTIONS = {
     "drafter": "who guesses the next tokens: what came before (suffix), a draft model (model), both (hybrid); auto: "
-    "hybrid where a draft is known for the model, else suffix",
+    "hybrid where --draft-model names one, else suffix",
     "max_draft_tokens": "guesses for a sequence and step, at most; 0: none. Answers are the same in any case",
     "adaptive_drafts": "let measured time decide how many of these are worth it, step by step",
     "draft_quantize": "what the weights of a draft model become (cpu kernels); auto: int8, or int4 as the model",
@@ -41,8 +41,8 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-model",
         metavar="MODEL",
-        help="the draft model: a speculators or Hugging Face directory, a .gguf file or a hub id (default: the one "
-        "that is shipped for the model, if there is one)",
+        help="the draft model: a speculators or Hugging Face directory, a .gguf file or a hub id (default, "
+        "for --drafter hybrid and model: the one that comes with Outrider for this model)",
     )
     add_options(group, EngineSettings, OPTIONS, CHOICES)
     group.add_argument(

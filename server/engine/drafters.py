@@ -28,7 +28,7 @@ STEP_OVERHEAD_MS = 0.35  # planning, sampling and text of one sequence, measured
 def load_draft_model(
     settings: EngineSettings, tokenizer: Tokenizer, target: Transformer, operations: Operations, max_context: int
 ) -> DraftNetwork | None:
-    """The draft model that the (resolved) ``settings`` ask for, else the one that comes with Outrider for ``target``.
+    """The draft model that the (resolved) ``settings`` name, or the one that comes with Outrider for ``target``.
 
     ``operations``: the draft's own, see ``Operations.quantized``.
 
@@ -38,13 +38,13 @@ def load_draft_model(
     """
     if settings.drafter in ("none", "suffix") or settings.max_draft_tokens == 0:
         return None
+    if settings.drafter == "auto" and not settings.draft_model_path:
+        return None  # the draft that comes with Outrider was measured to be no faster than the suffix drafter alone
     if settings.draft_model_path:
         path = Path(settings.draft_model_path)
     else:
         config = target.config
         shipped = shipped_draft(config.hidden_size, config.num_layers, config.vocab_size)
-        if shipped is None and settings.drafter == "auto":
-            return None
         if shipped is None:
             raise ValueError(
                 f"the drafter {settings.drafter} needs a draft model, and none comes with Outrider for this one; "

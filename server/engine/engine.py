@@ -174,6 +174,7 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One pass for everyone scheduled; at most one output a request."""
+        step_started = time.perf_counter()
         # Whoever waits may be admitted by the plan, and find pages that others have filled.
         if self._batcher.waiting or self._drafter.must_settle:
             self._drafter.settle()
@@ -192,6 +193,8 @@ class Engine:
         for outcome in outcomes:
             self._follow(outcome)
         draft_ms = draft_ms if any(rows.draft.token_ids for rows in scheduled) else 0.0
+        if self._controller is not None:
+            self._controller.took((time.perf_counter() - step_started) * 1000)
         return [
             replace(outcome.output, draft_source=rows.draft.source, draft_ms=draft_ms, verify_ms=verify_ms)
             for rows, outcome in zip(scheduled, outcomes, strict=True)

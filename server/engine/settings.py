@@ -36,7 +36,7 @@ class EngineSettings:
     kv_cache_mib: int = 1024  # memory for keys and values
     max_running: int = 32  # sequences with pages
     max_step_tokens: int = 128  # rows of one pass
-    drafter: str = "auto"  # hybrid: suffix and model; auto: hybrid where there is a draft for the model, else suffix
+    drafter: str = "auto"  # hybrid: suffix and model; auto: hybrid where a draft model is named, else suffix
     max_draft_tokens: int = 8  # a sequence and step
     adaptive_drafts: bool = True  # lengths by measured time; False: always max_draft_tokens, the request's own if less
     draft_model_path: str = ""  # a speculators or Hugging Face directory, or a .gguf file; "": the one for this model

@@ -14,6 +14,13 @@ from outrider.verify.checkpoint.checkpoint import open_checkpoint
 
 
 @pytest.fixture(autouse=True)
+def gradients() -> Iterator[None]:
+    """An engine of an earlier test may have turned them off for all of the process."""
+    with torch.enable_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Matrices of this size gain nothing by two, and lose much where another process takes a core."""
     before = torch.get_num_threads()
