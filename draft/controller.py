@@ -13,7 +13,7 @@ from outrider.draft.controller_records import DraftRecords, Rest, confidences_of
 MODEL = "model"  # the source whose guesses cost time, whether they are verified or not
 _LONGEST_REST = 16  # steps without a draft after which one is tried again
 _LONGEST_MODEL_REST = 64  # the same, where a draft model does not pay for all together
-_LARGEST_COST_SCALE = 4.0
+_LARGEST_COST_SCALE = 16.0  # of one step: more is a disturbance
 _MAX_LATENESS_MS = 5.0  # of a step that counts: more is a disturbance
 _SMOOTHING = 0.1  # share of the newest step in what is averaged over steps
 

@@ -248,3 +248,25 @@ def test_released_sequences_are_forgotten() -> None:
         controller.release(sequence_id)
     assert controller.num_followed == 0
     controller.release(5)  # harmless
+
+
+@pytest.mark.parametrize(("draft_ms", "late_ms"), [(4.0, 0.0), (0.4, 4.0)], ids=["drafting", "the pass after it"])
+def test_a_model_that_takes_longer_than_its_costs_said_is_asked_less(draft_ms: float, late_ms: float) -> None:
+    def num_asked(draft_ms: float, late_ms: float) -> int:
+        """Of the last 100 of 200 steps, those that asked a model whose first guess comes true every second time."""
+        controller = DraftController(DraftCosts(pass_ms=lambda rows: 5.0, draft_ms=lambda seqs, steps: 0.2 * steps), 2)
+        asked = []
+        for step in range(200):
+            controller.plan([DraftState(1, 2)])
+            limit = controller.ask_model(1, 0.0)
+            draft = Draft((7, 8)[: limit.limit], confidences=(0.5, 0.4)[: limit.limit], source="model")
+            if limit.limit:
+                controller.model_guessed(1, draft, limit)
+            kept = controller.trim([draft], draft_ms if limit.limit else 0.0)[0]
+            controller.record(1, kept, min(step % 2, len(kept.token_ids)))
+            controller.took(5.0 + (draft_ms + late_ms if limit.limit else 0.0))
+            asked.append(limit.limit > 0)
+        return sum(asked[100:])
+
+    assert num_asked(0.4, 0.0) > 90  # as expected: it pays
+    assert num_asked(draft_ms, late_ms) < 30
