@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from live_server import LiveServer, start_server
 
 # Worker threads that spin while they wait starve each other when tests share the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A shell starts what it puts in the background deaf to Ctrl-C, and so would be the commands that tests send one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
