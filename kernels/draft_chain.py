@@ -11,9 +11,7 @@ from torch import Tensor
 
 from outrider.kernels.draft_model import ChainLimits, DraftedTokens, DraftModel
 from outrider.kernels.operations import NULL_PAGE, AttentionPlan, DecoderPass, Operations, RaggedBatch
-
-_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_TO_UNIT = 2.0**-53
+from outrider.kernels.race import exponentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +137,3 @@ def _race(ops: Operations, logits: Tensor, temperature: float, draw: int, token_
     with np.errstate(divide="ignore"):  # what underflows never finishes
         times = exponentials(draw, token_ids.numpy()) / np.exp(chances - chances.max())
     return int(candidates[times.argmin()])
-
-
-def exponentials(draw: int, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The numbers ``E_i`` of ``Operations.race_candidates``, shaped like ``token_ids``."""
-    bits = token_ids.astype(np.uint64) * _GOLDEN_GAMMA + np.uint64(draw)
-    bits = (bits ^ bits >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ bits >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    bits = (bits ^ bits >> np.uint64(31)) >> np.uint64(11)
-    result: npt.NDArray[np.float64] = -np.log((bits + np.uint64(1)) * _TO_UNIT)
-    return result

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random.bit_generator import ISeedSequence
 
-_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step: 2**64 over the golden ratio, odd
+from outrider.kernels import race
+
 _TO_UNIT = 2.0**-53  # a double between 0 and 1 holds 53 bits
 
 
@@ -45,19 +46,7 @@ def exponentials(
     seed: int, position: int, purpose: Purpose, token_ids: npt.NDArray[np.int64], trial: int = 0
 ) -> npt.NDArray[np.float64]:
     """Standard exponentials, finite and not negative, shaped like ``token_ids``: each id has its own in a draw."""
-    bits = token_ids.astype(np.uint64)
-    bits *= _GOLDEN_GAMMA
-    bits += np.uint64(draw(seed, position, purpose, trial))
-    bits ^= bits >> np.uint64(30)
-    bits *= np.uint64(0xBF58476D1CE4E5B9)
-    bits ^= bits >> np.uint64(27)
-    bits *= np.uint64(0x94D049BB133111EB)
-    bits ^= bits >> np.uint64(31)
-    bits >>= np.uint64(11)
-    bits += np.uint64(1)
-    uniforms = bits * _TO_UNIT  # in (0, 1]
-    exponentials: npt.NDArray[np.float64] = -np.log(uniforms)
-    return exponentials
+    return race.exponentials(draw(seed, position, purpose, trial), token_ids)
 
 
 def draw(seed: int, position: int, purpose: Purpose, trial: int = 0) -> int:

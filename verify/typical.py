@@ -4,7 +4,8 @@ Medusa (Cai et al. 2024, section 2.3.1): a drafted token passes if its probabili
 with the target's entropy, ``min(epsilon, delta * exp(-entropy))``. Where the target is sure, only its favourite
 passes; where it is not, much does. Drafts are kept more often than any lossless rule can keep them, and the text is
 the drafter's as much as the target's: its distribution is not the target's, and a seed gives the same text only with
-the same drafts. Nothing selects this but a setting that says ``typical_lossy``.
+the same drafts. Nothing selects this but code that says
+``typical_lossy``; no option does.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ import torch
 from random_decoder import AWKWARD, DecoderKind
 from random_draft import MAX_STEPS, RandomDraft, chain_limits
 
-from outrider.kernels.draft_chain import ComposedDraft, exponentials
+from outrider.kernels.draft_chain import ComposedDraft
 from outrider.kernels.draft_model import ChainLimits, DraftedTokens
 from outrider.kernels.operations import Operations, load_operations
+from outrider.kernels.race import exponentials
 from outrider.verify import random_numbers
 from outrider.verify.random_numbers import Purpose
 
